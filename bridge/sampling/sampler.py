@@ -202,7 +202,7 @@ class Sampler:
 
     @cached_property
     def _biases(self) -> tuple[Int64, NDArray[np.float32]]:
-        """The ids of `logit_bias`, which may be as many as the vocabulary has, and their biases."""
+        """The ids of `logit_bias`, up to the whole vocabulary, and their biases."""
         bias = self.parameters.logit_bias
         return np.fromiter(bias, np.int64, len(bias)), np.fromiter(bias.values(), np.float32, len(bias))
 

@@ -6,7 +6,8 @@ import logging
 import signal
 import subprocess
 import sys
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import grpc
@@ -47,6 +48,16 @@ def test_systems_that_do_not_share_out_connections_have_one_worker(monkeypatch: 
         workers.run_workers(config, True, print)
 
 
+@contextmanager
+def filtered(look: Callable[[logging.LogRecord], bool]) -> Iterator[None]:
+    """Calls `look` with each record of the log during the block."""
+    workers._log.addFilter(look)
+    try:
+        yield
+    finally:
+        workers._log.removeFilter(look)
+
+
 async def test_a_worker_reads_neither_a_file_nor_the_environment_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRAFTBRIDGE_CONFIG", "changed.toml")
     monkeypatch.setenv("DRAFTBRIDGE_BRIDGE_DRAFT", "b:2")
@@ -77,9 +88,8 @@ async def test_a_worker_that_the_system_cannot_start_is_tried_again(monkeypatch:
             stop.set()
         return True
 
-    workers._log.addFilter(end)
-    await task
-    workers._log.removeFilter(end)
+    with filtered(end):
+        await task
 
 
 async def test_a_worker_is_tried_more_seldom_until_it_serves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -95,11 +105,8 @@ async def test_a_worker_is_tried_more_seldom_until_it_serves(monkeypatch: pytest
             stop.set()
         return True
 
-    workers._log.addFilter(note)
-    try:
+    with filtered(note):
         await worker.run(stop)
-    finally:
-        workers._log.removeFilter(note)
     assert pauses == [0.002, 0.004, 0.005, 0.005, 0.002, 0.004]
 
 
@@ -123,11 +130,8 @@ async def test_a_worker_is_started_again_when_nobody_reads_the_output_any_more(
             stop.set()
         return True
 
-    workers._log.addFilter(count)
-    try:
+    with filtered(count):
         await worker.run(stop)
-    finally:
-        workers._log.removeFilter(count)
     assert restarts == 2
 
 

@@ -117,7 +117,7 @@ def test_the_processor_time_of_a_container_is_counted_in_cores(
 def test_a_server_in_a_container_computes_with_as_many_threads_as_it_has_time_for(
     monkeypatch: pytest.MonkeyPatch, cores: int, threads: int | None
 ) -> None:
-    """Where the limit is no less than the physical cores, engines keep their own number, which is that of these."""
+    """Where the limit is not below the physical cores, engines keep their own number, which is that of these."""
     for module in (cpu, server):
         monkeypatch.setattr(module, "core_quota", lambda: 1)
     monkeypatch.setattr(server, "physical_core_count", lambda: cores)

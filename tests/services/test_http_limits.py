@@ -323,16 +323,6 @@ async def test_other_origins_and_hosts_are_refused_unless_configured(tiny_fleet:
         assert (await http.get("/health", headers={"host": "evil.example"})).status_code == 400
 
 
-async def test_stopping_ends_open_streams(tiny_fleet: Fleet) -> None:
-    async with AsyncExitStack() as stack:
-        async with door(tiny_fleet, grace=2) as (url, gateway):
-            connection = raw(url, json.dumps(LONG | {"n": 2, "stream": True}).encode(), receive_bytes=4096)
-            stack.callback(connection.close)
-            await asyncio.to_thread(eventually, lambda: gateway.counts.active == 2)
-            stopping = asyncio.get_running_loop().time()
-        assert asyncio.get_running_loop().time() - stopping < 30 and gateway.counts.active == 0
-
-
 async def test_an_address_that_cannot_be_listened_on(tiny_fleet: Fleet) -> None:
     async with door(tiny_fleet) as (url, gateway):
         address = urlsplit(url).netloc
