@@ -83,7 +83,14 @@ def workers() -> Workers:
     """Returns the processes that were started since the test began and that are still running."""
     children = psutil.Process().children
     before = children()
-    return lambda: [one for one in children() if one not in before and one.status() != psutil.STATUS_ZOMBIE]
+
+    def runs(child: psutil.Process) -> bool:
+        try:
+            return child.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:  # it ended since it was listed
+            return False
+
+    return lambda: [child for child in children() if child not in before and runs(child)]
 
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
