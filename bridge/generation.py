@@ -103,8 +103,9 @@ async def generate(
     # Encoding a long prompt takes time, and other requests must not wait for it.
     prompt = await asyncio.to_thread(render, request, model, model)
     max_tokens = token_room(request, model, prompt.ids)
-    alone = TargetEstimates(model.forward_costs)
-    estimates = estimates or (lambda: alone)
+    unshared = TargetEstimates(model.forward_costs)
+    estimates = estimates or (lambda: unshared)
+    next_draft = next_draft if request.speculation.allows(DRAFT) else None
     statistics = statistics or Statistics()
     tape, text = Tape(model.vocabulary, prompt.ids), TextStream(request.stop)
     opening = Opening(
@@ -114,9 +115,11 @@ async def generate(
         memory=memory,
         tenant=request.tenant,
         grammar=grammar,
+        alone=not (grammar or next_draft),
         clock=clock,
     )
     at_once = await asyncio.to_thread(open_sources, opening, request.speculation.allows)
+    opened = list(at_once)  # also those that are dropped or replaced later
     own_estimates = RequestEstimates(estimates(), at_once)
     planner = Planner(request.speculation, own_estimates)
     # The candidate for a proposed end of the text; in a chat, this is the end of the assistant's turn.
@@ -125,12 +128,13 @@ async def generate(
         end_id = await asyncio.to_thread(end_of_turn, model) or end_id
 
     def on_draft(draft: DraftSource) -> None:
+        opened.append(draft)
         own_estimates.use_draft(draft.times)
         draft.on_use()
         statistics.drafts.append(draft.model.name)
 
     sources = SourceSet(at_once, model, end_id, grammar, on_draft)
-    if next_draft and request.speculation.allows(DRAFT):
+    if next_draft:
         await sources.use_drafts(partial(_find_draft, next_draft, opening, sources))
     link = TargetLink(target, model, tape, max_tokens, clock, request.logprobs)
     finish_reason: FinishReason | None = None
@@ -160,7 +164,7 @@ async def generate(
                     break
     if finish_reason is None:
         raise TargetFault("it ended the text without a finish reason")
-    statistics.finish(sources.opened)
+    statistics.finish(opened)
     statistics.plan_summary = planner.summary(sources.state)
     statistics.note = sources.note or (_OVERDUE if sources.state and sources.state.overdue else "")
     yield Finished(

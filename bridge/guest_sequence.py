@@ -16,7 +16,7 @@ from bridge.ports import Pass
 from bridge.sources import open_sources
 from bridge.sources.draft import DraftSource, open_draft
 from bridge.sources.ngrams import NgramMemory
-from bridge.sources.source import Draft, DraftState, Offer, Opening, Outcome
+from bridge.sources.source import Draft, Offer, Opening, Outcome
 from bridge.sources.source_set import SourceSet
 from bridge.speculation import Speculation
 from bridge.statistics import Statistics
@@ -100,7 +100,7 @@ class GuestSequence:
         # Whether the engine may hold candidates of an earlier answer.
         self._offered = False
         self._rest = _NOTHING
-        self._observed: tuple[Outcome, Plan, Sequence[Offer], DraftState | None] | None = None
+        self._observed: tuple[Outcome, Plan, Sequence[Offer]] | None = None
         # The plan of the last choice, which the next forward follows.
         self._plan = self._speculation.plan
         self._planned = self._refreshed = self._timed_out = False
@@ -185,8 +185,7 @@ class GuestSequence:
         rest = self._rest
         self._rest = rest.part(len(ids)) if rest.token_ids[: len(ids)] == result.token_ids else _NOTHING
         self._sources.observe(outcome)
-        offers = self._speculation.offers if self._refreshed else ()
-        self._observed = outcome, self._plan, offers, self._sources.state
+        self._observed = outcome, self._plan, self._speculation.offers if self._refreshed else ()
         self._planned = self._refreshed = False
         return outcome
 

@@ -43,7 +43,7 @@ class Speculation:
     def observe(self, outcome: Outcome) -> None:
         """Reports a pass, and so which of the present offers' candidates were right."""
         self.sources.observe(outcome)
-        self.planner.estimates.observe(outcome, self.plan, self.offers, self.sources.state)
+        self.planner.estimates.observe(outcome, self.plan, self.offers)
         self.statistics.observe(outcome, self.plan)
 
     def refresh(self, limit_bytes: int = MAX_OFFERED_BYTES) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bridge.planning.choice import DraftChoice
+from bridge.planning.choice import DraftChoice, PairRecord
 from bridge.planning.prediction import Plan
 from bridge.sources.source import DRAFT, CandidateSource, Outcome
 
@@ -39,18 +39,6 @@ class PlanStatistics:
 
 
 @dataclass
-class DraftPasses:
-    """The passes by which a draft is judged: with its candidates, or without any. The first pass is left out.
-
-    `plain_passes`: their time, in times of a pass without candidates under the same load.
-    """
-
-    pass_count: int = 0
-    token_count: int = 0
-    plain_passes: float = 0.0
-
-
-@dataclass
 class Statistics:
     """Counts what a generation did. Token counts are in the target's tokens, times in nanoseconds."""
 
@@ -71,7 +59,8 @@ class Statistics:
     current_plan: str = ""
     sources: dict[str, SourceStatistics] = field(default_factory=dict)
     plans: dict[str, PlanStatistics] = field(default_factory=dict)
-    draft_passes: DraftPasses = field(default_factory=DraftPasses)
+    # The passes by which drafts are judged, without the first one.
+    draft_passes: PairRecord = field(default_factory=PairRecord)
     # The names of the drafts that took part, in order, and why the first one was chosen.
     drafts: list[str] = field(default_factory=list)
     draft_choice: DraftChoice | None = None
@@ -83,30 +72,16 @@ class Statistics:
         return {name: value for name, value in vars(self).items() if name not in left_out} | {
             # Meaningful only as a sum, which may be negative while the request runs.
             "network_ns": max(self.network_ns, 0),
-            "predicted_tokens_per_second": self.predicted_tokens_per_second,
-            "measured_tokens_per_second": self.measured_tokens_per_second,
-            "plain_tokens_per_second": self.plain_tokens_per_second,
+            "predicted_tokens_per_second": self._per_second("predicted_token_count", "predicted_ns"),
+            "measured_tokens_per_second": self._per_second("token_count", "elapsed_ns"),
+            "plain_tokens_per_second": self._per_second("token_count", "plain_ns"),
             "sources": [vars(source) for source in self.sources.values()],
             "plans": [vars(plan) for plan in self.plans.values()],
             "draft_choice": vars(self.draft_choice) if self.draft_choice else None,
         }
 
-    @property
-    def predicted_tokens_per_second(self) -> float:
-        """Returns the predicted speed over all passes after the first, or 0 without such passes."""
-        return self._per_second("predicted_token_count", "predicted_ns")
-
-    @property
-    def plain_tokens_per_second(self) -> float:
-        """Returns the speed that the planner predicted for the same passes without candidates."""
-        return self._per_second("token_count", "plain_ns")
-
-    @property
-    def measured_tokens_per_second(self) -> float:
-        """Returns the measured speed over the same passes."""
-        return self._per_second("token_count", "elapsed_ns")
-
     def _per_second(self, count: str, ns: str) -> float:
+        """Returns a speed over all passes after the first, or 0 without such passes."""
         counted, total_ns = (sum(getattr(one, name) for one in self.plans.values()) for name in (count, ns))
         return 1e9 * counted / total_ns if total_ns else 0.0
 
@@ -157,7 +132,6 @@ class Statistics:
 
     def finish(self, sources: Sequence[CandidateSource]) -> None:
         """Adds the counts that only the sources have."""
-        self.network_ns = max(self.network_ns, 0)
         for source in sources:
             counted = self.sources.setdefault(source.name, SourceStatistics(source.name))
             counted.proposed_token_count += source.proposed_token_count

@@ -116,13 +116,19 @@ class DraftEstimates:
         if ended_early and token_count:
             self.goes_on.observe(token_count, 0.0)
 
+    def observe_verified_turn(self, count: int, right_count: int, *, ended_early: bool) -> None:
+        """Records whether such a turn, of `count` candidates, went on after each of its first ones, all right."""
+        for position in range(1, right_count + 1):
+            if position < count or ended_early:
+                self.goes_on_if_right.observe(position, float(position < count))
+
     def observe_proposal(self, proposal: Proposal, round_trip_ns: int | None, ahead: bool) -> None:
         """Records the times of a proposal. `round_trip_ns` is None unless it is the first proposal of an epoch."""
         count = len(proposal.token_ids)
         read_ns = proposal.read_ns or proposal.forward_ns // count
         # An answer of a draft that competes with the target waits for a core, too.
         if round_trip_ns is not None and not (ahead and self.competes):
-            self.round_trip.observe(round_trip_ns + proposal.queue_ns, limit=MAX_DELAY_RATIO)
+            self.round_trip.observe(round_trip_ns, limit=MAX_DELAY_RATIO)
         if ahead and self.forward.single_ns:
             if proposal.read_token_count <= 1:
                 taken_ns = (proposal.forward_ns + proposal.queue_ns) / count

@@ -109,8 +109,7 @@ class DraftChooser:
 
     def __init__(self, on_update: Callable[[RecordKey, PairRecord], None] = lambda key, record: None) -> None:
         self._records: LRUCache[RecordKey, PairRecord] = LRUCache(_MAX_RECORDS)
-        # By target and kind of text, the requests that a draft was chosen for; and those for each draft.
-        self._chosen: LRUCache[tuple[str, str], int] = LRUCache(_MAX_RECORDS)
+        # The requests that each draft was chosen for.
         self._tried: LRUCache[RecordKey, int] = LRUCache(_MAX_RECORDS)
         self._on_update = on_update
 
@@ -143,9 +142,9 @@ class DraftChooser:
         """Returns the draft for a request; `drafts` must not be empty. Among equals, the first one wins."""
         expected = {draft: self.expect(target, draft, workload) for draft in drafts}
         ranked = sorted(drafts, key=lambda draft: -expected[draft].gain)
-        chosen, count = ranked[0], self._chosen.get((target, workload), 0)
+        chosen = ranked[0]
         if explore:
-            self._chosen[target, workload] = count + 1
+            count = sum(self._tried.get(RecordKey(target, one.key, workload), 0) for one in drafts)
             chosen = self._to_explore(target, ranked, expected, workload, count) or chosen
             key = RecordKey(target, chosen.key, workload)
             self._tried[key] = self._tried.get(key, 0) + 1

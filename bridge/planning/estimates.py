@@ -17,7 +17,7 @@ from bridge.measuring.chances import Chances, RequestChances
 from bridge.measuring.costs import MAX_DELAY_RATIO, PRIOR_HOP_NS, Ewma, ForwardTime, WidthCost
 from bridge.measuring.draft_estimates import DraftEstimates
 from bridge.planning.prediction import Plan, Prediction
-from bridge.sources.source import DRAFT, CandidateSource, DraftState, Offer, Outcome
+from bridge.sources.source import DRAFT, CandidateSource, Offer, Outcome
 from bridge.text.common_prefix import common_prefix_length
 
 # Average bytes of a target token until some were seen, and the weight of each new token.
@@ -37,9 +37,7 @@ _RATIO_PRIOR, _RATIO_FADE = 6.0, 0.99
 _MIN_RATIO = 0.1
 # A pass counts as at most this multiple of its predicted time: the machine may have stalled.
 _MAX_TIME_RATIO = 3.0
-# The least chance of candidates that are tried, once in a while, though they are not expected to pay.
-_PROMISING = 0.5
-# The drafts that are remembered, by name: one may come back under ever new names.
+# The drafts that are remembered: one may come back under ever new names.
 _MAX_DRAFTS = 256
 # The weight of the newest pass in the average gain from waiting for candidates.
 _GAIN_FRESH = 0.2
@@ -116,7 +114,7 @@ class TargetEstimates:
         # By source that proposes at once.
         self.chances: dict[str, Chances] = {}
         self.corrections: dict[str, Correction] = {}
-        self.drafts: LRUCache[str, DraftEstimates] = LRUCache(_MAX_DRAFTS)
+        self.drafts: LRUCache[tuple[str, bool], DraftEstimates] = LRUCache(_MAX_DRAFTS)
         # The tokens of a text. As lengths vary, this is also how many are still to come at any time.
         self.text_tokens = Ewma(_PRIOR_TEXT_TOKENS, count=_PRIOR_TEXTS)
         # By source, the passes since one with its candidates; under "", those since one without candidates.
@@ -151,8 +149,16 @@ class TargetEstimates:
     def draft(
         self, name: str, forward_costs: Sequence[tuple[int, int]] = (), *, competes: bool = False
     ) -> DraftEstimates:
-        """Returns the estimates of the draft `name`. `competes`: draft and target need more cores than they have."""
-        return self.drafts.setdefault(name, DraftEstimates(forward_costs, competes=competes))
+        """Returns the estimates of the draft `name`. `competes`: draft and target need more cores than they have.
+
+        A draft with several replicas may do both.
+        """
+        return self.drafts.setdefault((name, competes), DraftEstimates(forward_costs, competes=competes))
+
+    def forget_draft(self, name: str) -> None:
+        """Forgets a draft: another model has its name now."""
+        for competes in (False, True):
+            self.drafts.pop((name, competes), None)
 
 
 class RequestEstimates:
@@ -208,19 +214,13 @@ class RequestEstimates:
         for source, evidence in zip(offer.sources, offer.evidence, strict=True):
             yield self.chances[source].of(evidence)
 
-    def is_promising(self, offer: Offer) -> bool:
-        """Returns whether the first candidate is probably right: only then does a trial cost next to nothing."""
-        return self.chances_of(offer, 1)[0] >= _PROMISING
-
-    def observe(
-        self, outcome: Outcome, plan: Plan, offers: Sequence[Offer] = (), state: DraftState | None = None
-    ) -> None:
-        """Records a pass that was made under a plan, all that the sources offered for it, and the draft's state."""
+    def observe(self, outcome: Outcome, plan: Plan, offers: Sequence[Offer] = ()) -> None:
+        """Records a pass that was made under a plan, and all that the sources offered for it."""
         result, shared = outcome.result, self.shared
         width = result.width + self._runs_branch_again
         self._runs_branch_again = result.branch_accepted
         self.pass_count, self.target_waits = self.pass_count + 1, plan.holds_back
-        self._observe_candidates(outcome, plan, offers, ended_early=state is not None and state.ended_early)
+        self._observe_candidates(outcome, plan, offers)
         used = set(outcome.tried.sources) or {""}
         if self.chances:  # plain passes of requests without sources do not show what candidates cost
             for way in ("", *self.chances):
@@ -238,7 +238,7 @@ class RequestEstimates:
                 self.draft.forget_slowdown()
         if outcome.elapsed_ns is None:
             return
-        self._observe_yield(plan, result.accepted_token_count, outcome.elapsed_ns)
+        self._observe_yield(plan, outcome, outcome.elapsed_ns)
         # Passes may arrive in bunches: what a short interval lacks, the long one before it had too much.
         interval_ns = outcome.elapsed_ns - result.waited_ns - self._lacking_ns
         taken_ns = max(interval_ns, result.forward_ns)
@@ -264,14 +264,16 @@ class RequestEstimates:
             waited_ns = 2 * result.waited_ns if outcome.timed_out else result.waited_ns
             costs.hop.observe(waited_ns, limit=MAX_DELAY_RATIO)
 
-    def _observe_yield(self, plan: Plan, accepted: int, elapsed_ns: int) -> None:
+    def _observe_yield(self, plan: Plan, outcome: Outcome, elapsed_ns: int) -> None:
         corrections = self.shared.corrections
         for one in corrections.values():
             one.fade()
-        if plan.source and plan.name == plan.source and plan.plain_ns:
-            corrections.setdefault(plan.source, Correction()).observe(accepted, elapsed_ns, plan)
+        # Under such a plan, a pass may have candidates of another source all the same.
+        if plan.source and plan.name == plan.source and plan.plain_ns and set(outcome.tried.sources) <= {plan.source}:
+            correction = corrections.setdefault(plan.source, Correction())
+            correction.observe(outcome.result.accepted_token_count, elapsed_ns, plan)
 
-    def _observe_candidates(self, outcome: Outcome, plan: Plan, offers: Sequence[Offer], *, ended_early: bool) -> None:
+    def _observe_candidates(self, outcome: Outcome, plan: Plan, offers: Sequence[Offer]) -> None:
         result, tried = outcome.result, outcome.tried
         verified = _verified(tried, result.accepted_token_count, len(tried.token_ids))
         drafted = [(place, right) for place, (source, _, right) in enumerate(verified, start=1) if source == DRAFT]
@@ -288,19 +290,10 @@ class RequestEstimates:
                 if branch.index <= min(result.accepted_token_count, len(result.token_ids) - 1):
                     right = result.token_ids[branch.index] == branch.token_id
                     self.draft.branches.observe(branch.evidence, float(right))
-            if plan.pace.min_probability:
-                self._observe_turn([right for _, right in drafted], tried.sources.count(DRAFT), ended_early=ended_early)
             answered = result.waited_ns >= _MIN_WAITED_NS and not outcome.timed_out
             if plan.pace.turns and not tried.token_ids and answered:
                 # The draft had nothing to propose, which is worth no more than a wrong token.
                 self.positions.observe([(1, 0.0)])
-
-    def _observe_turn(self, right: Sequence[float], count: int, *, ended_early: bool) -> None:
-        """Records whether a turn of `count` candidates went on after each that was right, as were all before it."""
-        assert self.draft is not None, "a turn has a draft"
-        for position, one in enumerate(right, start=1):
-            if one and (position < count or ended_early):
-                self.draft.goes_on_if_right.observe(position, float(position < count))
 
 
 def _verified(offer: Offer, right_count: int, known_count: int) -> list[tuple[str, float, float]]:

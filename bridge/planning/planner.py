@@ -44,6 +44,8 @@ _MIN_GAIN, _MIN_CHANGE = 1.05, 1.03
 # After this many passes for each running request that do not use an available source, or plain decoding, it is tried,
 # because what is never tried is never measured.
 _IDLE_SOURCE_PASSES, _IDLE_PLAIN_PASSES = 100, 100
+# The least chance of a first candidate that is tried: only then does the trial cost next to nothing.
+_PROMISING = 0.5
 # A draft is tried only in its first passes with a request: the target reads the prompt, is asked to wait, and verifies.
 # Reading the prompt must not cost the draft more than this share of the time since it was last used.
 _TRIAL_PASSES, _TRIAL_SHARE = 3, 0.01
@@ -113,7 +115,7 @@ class Planner:
         elif self.mode is Mode.AUTO:
             best = self._best(alone, offers, state, draft, costs, room)
         elif draft is None:
-            best = replace(alone, patience_ns=0.0)
+            best = alone
         elif self.mode is Mode.LOCKSTEP:
             best = replace(self._in_turns(draft, costs, room), patience_ns=_LOCKSTEP_PATIENCE_NS)
         else:
@@ -130,9 +132,8 @@ class Planner:
         if not offers:
             return Offer(), 0
         if self.mode is not Mode.AUTO:
-            longest = max(offers, key=lambda offer: len(offer.token_ids))
-            width = len(longest.token_ids)
-            return self._branched(longest, width, plan), width
+            width = len(offers[0].token_ids)  # the draft's: nothing else proposes
+            return self._branched(offers[0], width, plan), width
         if plan.is_trial:
             tried = next((offer for offer in offers if offer.sources[0] == plan.source), Offer())
             tried = self._branched(tried, plan.trial_width, plan)
@@ -194,9 +195,10 @@ class Planner:
             return replace(alone, is_trial=True)
         at_hand = [offer for offer in offers if offer.sources[0] != DRAFT]
         for offer in at_hand:
-            if idle[offer.sources[0]] >= _IDLE_SOURCE_PASSES * load and estimates.is_promising(offer):
+            (chance,) = estimates.chances_of(offer, 1)
+            if idle[offer.sources[0]] >= _IDLE_SOURCE_PASSES * load and chance >= _PROMISING:
                 # The number of candidates that are all right with a chance of one half.
-                width = min(max(int(log(0.5) / log(self.estimates.chances_of(offer, 1)[0])), 1), MAX_CANDIDATES)
+                width = min(max(int(log(0.5) / log(chance)), 1), MAX_CANDIDATES)
                 return replace(self._at_hand(offer, width, costs, 0.0), is_trial=True, trial_width=width)
         ways = [alone, *(self._at_hand(*one, costs, alone.patience_ns) for one in self._widths(at_hand, costs))]
         drafts = []

@@ -191,12 +191,12 @@ def in_turns(costs: TargetCosts, draft: DraftCosts, token_count: int) -> Predict
 def min_turn_probability(costs: TargetCosts, draft: DraftCosts, token_count: int, found: Prediction) -> float:
     """Returns the chance of being right below which another token of a turn takes longer than it saves.
 
-    It saves its chance times the average time of a token, which is that of `found`, the prediction for such turns. The
-    draft compares this with the product of its tokens' own probabilities.
+    It saves its chance times the average time of the tokens that it makes, which is that of `found`, the prediction for
+    such turns. The draft compares this with the product of its tokens' own probabilities.
     """
     count = draft.candidate_count(draft.turn_length(token_count))
     verify_ns = (costs.of(count + 1) - costs.of(1)) / count
-    return min((draft.token_ns + draft.target_tokens * verify_ns) * found.tokens_per_ns, 1.0)
+    return min((draft.token_ns / draft.target_tokens + verify_ns) * found.tokens_per_ns, 1.0)
 
 
 def best_turn(

@@ -186,7 +186,6 @@ class DraftSource(CandidateSource):
             overdue=self._overdue,
             stale=epoch.stale,
             runs_ahead=not (epoch.turns or epoch.turn_over),
-            ended_early=epoch.ended_early,
         )
 
     def start(self, notify: Callable[[], None]) -> None:
@@ -213,6 +212,10 @@ class DraftSource(CandidateSource):
 
     def observe(self, outcome: Outcome) -> None:
         if self._epoch:
+            if self._epoch.may_end_early:
+                count = outcome.tried.sources.count(DRAFT)
+                right_count = min(outcome.result.accepted_token_count, count)
+                self.times.observe_verified_turn(count, right_count, ended_early=self._epoch.ended_early)
             self._epoch.observe(b"".join(outcome.data))
             self._vain_pass_count += outcome.timed_out
             if outcome.timed_out and not self._epoch.turn_over:
@@ -309,13 +312,13 @@ class DraftSource(CandidateSource):
             return
         if proposal.token_ids:
             answers = not epoch.token_ids
-            round_trip_ns = now - self._asked_ns - proposal.queue_ns - proposal.forward_ns
+            round_trip_ns = now - self._asked_ns - proposal.forward_ns
             self.times.observe_proposal(proposal, max(round_trip_ns, 0) if answers else None, not epoch.turns)
         self._asked_ns = now
         self._vain_pass_count = 0
-        confidences = proposal.confidence or (1.0,) * epoch.credit
+        confidences = proposal.confidence or (1.0,) * len(proposal.token_ids)
         others = list(zip(proposal.runner_up_ids, proposal.runner_up_confidence, strict=True))
-        for place, (id_, confidence) in enumerate(zip(proposal.token_ids, confidences, strict=False)):
+        for place, (id_, confidence) in enumerate(zip(proposal.token_ids, confidences, strict=True)):
             self._add(epoch, id_, confidence, others[place] if others else None)
         epoch.done |= proposal.done
         if epoch.turn_over:

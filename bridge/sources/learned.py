@@ -4,7 +4,7 @@ from collections.abc import Hashable
 from typing import ClassVar
 
 from bridge.sources.ngrams import MAX_LENGTH, NgramMemory
-from bridge.sources.source import MAX_OFFERED_BYTES, CandidateSource, Continuation, Opening, Outcome
+from bridge.sources.source import MAX_OFFERED_BYTES, CandidateSource, Continuation, Opening, Outcome, own_tokens
 from bridge.tape import Tape
 
 # The most tokens of a proposal, and the chance that all are right below which it ends.
@@ -31,25 +31,19 @@ class LearnedSource(CandidateSource):
         return cls(opening.tape, memory, opening.tenant) if memory and opening.tenant else None
 
     def propose(self, after: bytes = b"", limit: int = MAX_OFFERED_BYTES) -> Continuation | None:
-        table = None if after else self._memory.find(*self._key)
-        if table is None:
+        if after:
             return None
-        token_bytes = self._tape.vocabulary.token_bytes
-        end, data, chance = self._tape.ids[-MAX_LENGTH:], b"", 1.0
-        ids, starts, confidences = list[int](), list[int](), list[float]()
+        table, end, chance = self._memory.open(*self._key), self._tape.ids[-MAX_LENGTH:], 1.0
+        ids, confidences = list[int](), list[float]()
         while len(ids) < min(_MAX_TOKENS, limit // _TOKEN_BYTES) and (found := table.following(end)):
             id_, likely = found
             chance *= likely
-            if chance < _MIN_CHANCE or not (token := token_bytes(id_)):  # control tokens have no bytes
+            if chance < _MIN_CHANCE:
                 break
             ids.append(id_)
-            starts.append(len(data))
             confidences.append(likely)
-            data += token
             end = [*end, id_][-MAX_LENGTH:]
-        if not ids:
-            return None
-        return Continuation(self.name, data, 1.0, 0.0, tuple(starts), tuple(confidences), tuple(ids), cut=True)
+        return own_tokens(self.name, self._tape.vocabulary, ids, confidences)
 
     def observe(self, outcome: Outcome) -> None:
         count = len(outcome.result.token_ids)

@@ -93,13 +93,9 @@ class NgramMemory:
         """Returns the number of tenants with outputs."""
         return len({tenant for tenant, _ in self._tables})
 
-    def find(self, tenant: Hashable, tokenizer: str) -> NgramTable | None:
-        """Returns the table of a tenant for a tokenizer, named by its checksum; None without one."""
-        return self._tables.get((tenant, tokenizer))
-
     def open(self, tenant: Hashable, tokenizer: str) -> NgramTable:
-        """Returns the same, or a new one, for which another may be forgotten."""
-        found = self.find(tenant, tokenizer)
+        """Returns a tenant's table for a tokenizer, named by its checksum. Another may be forgotten for a new one."""
+        found = self._tables.get((tenant, tokenizer))
         if found is None:
             self._tables[tenant, tokenizer] = found = NgramTable()
         return found

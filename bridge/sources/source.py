@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, takewhile
 from math import prod
 from time import perf_counter_ns
 from typing import ClassVar
@@ -123,7 +124,7 @@ class DraftState:
     `lag_token_count`: committed tokens, in its own vocabulary, that it must read before it can propose, without those
     that it has probably cached. `token_bytes`: average bytes of its tokens. `awaited`: a proposal is due. `overdue`:
     the target has waited for it in vain. `stale`: its present work has become useless. `runs_ahead`: it works while the
-    target does. `ended_early`: it has ended its turn early, because it was too uncertain.
+    target does.
     """
 
     lag_token_count: int = 1
@@ -132,7 +133,6 @@ class DraftState:
     overdue: bool = False
     stale: bool = False
     runs_ahead: bool = False
-    ended_early: bool = False
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,8 @@ class Opening:
 
     `tape` holds the prompt and, later, what the target commits. `render` returns the prompt in another model's tokens,
     or raises a `DraftBridgeError`. `memory` holds what was learned from outputs; `tenant`: whose output this is, empty
-    if nothing may be learned from it. `grammar`: what the text must satisfy. `alone`: no draft will ever take part.
+    if nothing may be learned from it. `grammar`: what the text must satisfy. `alone`: no draft will ever take
+    part and there is no grammar, so nobody proposes bytes that another source may continue.
     """
 
     tape: Tape
@@ -208,6 +209,26 @@ class CandidateSource(ABC):
         """Records what the target committed, which the tape already holds."""
 
 
+def own_tokens(
+    name: str, vocabulary: Vocabulary, token_ids: Sequence[int], confidences: Sequence[float]
+) -> Continuation | None:
+    """Returns what a source proposes in the target's own tokens, up to the first without bytes; None if that is empty.
+
+    `confidences`: the chance of each token.
+    """
+    tokens = list(takewhile(bool, map(vocabulary.token_bytes, token_ids)))
+    if not tokens:
+        return None
+    return Continuation(
+        name,
+        b"".join(tokens),
+        starts=tuple(accumulate(map(len, tokens[:-1]), initial=0)),
+        confidences=tuple(confidences[: len(tokens)]),
+        token_ids=tuple(token_ids[: len(tokens)]),
+        cut=True,
+    )
+
+
 def offer_of(
     vocabulary: Vocabulary,
     parts: Sequence[Continuation],
@@ -223,7 +244,7 @@ def offer_of(
     A candidate belongs to the part that has its first byte. `end_id` is the candidate for a proposed end of the text.
     With `branches`, candidates of the first part get some.
     """
-    if len(parts) == 1 and (own := parts[0].token_ids) and len(own) == len(parts[0].confidences):
+    if len(parts) == 1 and (own := parts[0].token_ids):
         return Offer(own, (parts[0].source,) * len(own), parts[0].confidences)
     whole = b"".join(part.data for part in parts)
     ids = candidates(vocabulary, whole[:limit_bytes])

@@ -61,8 +61,6 @@ class SourceSet:
         self._missed: DraftBridgeError | None = None
         self._notify: Callable[[], None] | None = None
         self.note = ""
-        # All sources that took part, in order, also those that were dropped or replaced.
-        self.opened = list(sources)
 
     @property
     def empty(self) -> bool:
@@ -192,7 +190,6 @@ class SourceSet:
         self.remove_draft()
         self.draft, self._unused_pass_count = draft, 0
         self._sources.insert(0, draft)
-        self.opened.append(draft)
         self._on_draft(draft)
         self.note = self.note.replace(_ALONE, _REPLACED)
         if self._notify:

@@ -1,9 +1,8 @@
 """Implements prompt lookup: proposes what followed the same tokens earlier in the text."""
 
-from itertools import accumulate, takewhile
 from typing import ClassVar
 
-from bridge.sources.source import MAX_OFFERED_BYTES, CandidateSource, Continuation, Opening
+from bridge.sources.source import MAX_OFFERED_BYTES, CandidateSource, Continuation, Opening, own_tokens
 from bridge.sources.suffix_index import MAX_PROPOSAL_BYTES, Match, SuffixMatcher
 from bridge.sources.token_lookup import TokenLookup, confidence
 from bridge.tape import Tape
@@ -45,21 +44,8 @@ class SuffixSource(CandidateSource):
         if after:
             found = self._matcher().match(after)
             return self._of_bytes(found) if found and found.length >= _MIN_BYTES_AFTER else None
-        own = self._lookup.match(max(limit // _TOKEN_BYTES, 1))
-        token_bytes = self._tape.vocabulary.token_bytes
-        # Control tokens have no bytes.
-        tokens = list(takewhile(bool, map(token_bytes, own.token_ids))) if own else []
-        if own is None or not tokens:
-            return None
-        count = len(tokens)
-        return Continuation(
-            self.name,
-            b"".join(tokens),
-            starts=tuple(accumulate(map(len, tokens[:-1]), initial=0)),
-            confidences=tuple(own.confidences[:count]),
-            token_ids=tuple(own.token_ids[:count]),
-            cut=count == len(own.token_ids),
-        )
+        ids, confidences = self._lookup.match(max(limit // _TOKEN_BYTES, 1))
+        return own_tokens(self.name, self._tape.vocabulary, ids, confidences)
 
     def _of_bytes(self, match: Match) -> Continuation:
         evidence, later = (confidence((match.length + ahead) // _TOKEN_BYTES) for ahead in (0, _AHEAD_BYTES))

@@ -7,7 +7,6 @@ the number of occurrences that agree counts, too.
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -40,18 +39,6 @@ def confidence(matched: int, agreeing: int = 1, places: int = 1) -> float:
 _OF_ONE_PLACE = [confidence(matched) for matched in range(_MAX_MATCH_TOKENS + MAX_PROPOSED_TOKENS + 1)]
 
 
-@dataclass(frozen=True)
-class TokenMatch:
-    """States that the last `length` tokens occurred before, and that `token_ids` followed them there.
-
-    `length` is at most `_MAX_MATCH_TOKENS` when a place is found, and grows while the place goes on matching.
-    """
-
-    length: int
-    token_ids: Sequence[int]
-    confidences: Sequence[float]
-
-
 class TokenLookup:
     """Finds matches of the end of a text, given its ids, to which others append.
 
@@ -73,15 +60,15 @@ class TokenLookup:
         self._places: list[tuple[int, int]] = []
         self._read()
 
-    def match(self, limit: int = MAX_PROPOSED_TOKENS) -> TokenMatch | None:
-        """Returns what followed the longest match, of several the latest, at most `limit` tokens.
+    def match(self, limit: int = MAX_PROPOSED_TOKENS) -> tuple[list[int], list[float]]:
+        """Returns what followed the longest match, of several the latest: at most `limit` ids, and their confidences.
 
-        At the text's end, the proposal repeats.
+        At the text's end, the proposal repeats. Both lists are empty if nothing matches.
         """
         self._read()
         limit = min(limit, MAX_PROPOSED_TOKENS)
         if not self._places:
-            return None
+            return [], []
         length, end = self._places[0][0], len(self._ids)
         places, ids, confidences = [place for _, place in self._places], list[int](), list[float]()
         while len(places) > 1 and len(ids) < limit:
@@ -96,7 +83,7 @@ class TokenLookup:
         ids += self._ids[place : place + limit - len(ids)]
         while len(ids) < limit:
             ids += ids[-period:][: limit - len(ids)]
-        return TokenMatch(length, ids, confidences)
+        return ids, confidences
 
     def _read(self) -> None:
         """Indexes the tokens that were appended."""

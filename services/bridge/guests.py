@@ -206,7 +206,7 @@ class CandidateServicer(candidate_pb2_grpc.CandidateServiceServicer):
 
     def _forget_draft(self, name: str) -> None:
         for estimates, _ in self._estimates.values():
-            estimates.drafts.pop(name, None)
+            estimates.forget_draft(name)
 
     def _count(self, outcome: Outcome) -> None:
         for place, source in enumerate(outcome.tried.sources):

@@ -163,11 +163,8 @@ class Assignment:
 def _shown(statistics: Statistics) -> PairRecord:
     """Returns what a request has shown about its drafts so far."""
     drafted = statistics.sources.get(DRAFT) or SourceStatistics(DRAFT)
-    passes = statistics.draft_passes
-    return PairRecord(
-        token_count=passes.token_count,
-        plain_passes=passes.plain_passes,
-        pass_count=passes.pass_count,
+    return replace(
+        statistics.draft_passes,
         candidate_count=drafted.num_draft_tokens,
         accepted_count=drafted.num_accepted_tokens,
         accepted_byte_count=drafted.accepted_byte_count,

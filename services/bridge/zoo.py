@@ -131,7 +131,7 @@ class Zoo:
         if endpoint.role == model_pb2.ROLE_DRAFT and not further_replica:
             for one in self._of(model_pb2.ROLE_TARGET):
                 if one.known:
-                    one.known.estimates.drafts.pop(endpoint.model.name, None)
+                    one.known.estimates.forget_draft(endpoint.model.name)
             self.on_other_draft(endpoint.model.name)
 
     async def close(self) -> None:

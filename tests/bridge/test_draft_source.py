@@ -165,7 +165,7 @@ async def test_a_round_trip_is_the_time_that_the_draft_did_not_work(pace: DraftP
             await times.news.wait()
         times.news.clear()
     source.close()
-    assert times.seen == [(50, not pace.turns), (None, not pace.turns)]
+    assert times.seen == [(70, not pace.turns), (None, not pace.turns)]
 
 
 async def test_a_turn_is_waited_for_until_it_is_late() -> None:
@@ -193,13 +193,18 @@ async def test_a_turn_that_the_draft_ends_early_is_over() -> None:
     count = len(ids_of(" fox"))
     before = source.times.goes_on.of(count)
     await propose(source, drafter, " fox", done=True)
-    assert source.state.ended_early and not source.state.awaited
+    assert not source.state.awaited
     assert source.times.goes_on.of(count) < before
-    commit(tape, source, " fox")
+    goes_on = source.times.goes_on_if_right.of(count)
+    commit(tape, source, " fox", tried=" fox")
+    assert source.times.goes_on_if_right.of(count) < goes_on, "it ended after one that was right"
     await source.advance(DraftPace(8, turns=True))
     assert len(drafter.syncs) == 2 and drafter.syncs[1].min_batch_probability == 0.0
     await propose(source, drafter, " jumps", done=True)
-    assert not source.state.ended_early, "it may not end this turn early"
+    before, goes_on = source.times.goes_on.of(1), source.times.goes_on_if_right.of(1)
+    commit(tape, source, " jumps", tried=" jumps")
+    after = source.times.goes_on.of(1), source.times.goes_on_if_right.of(1)
+    assert after == (before, goes_on), "it may not end this turn early"
     source.close()
 
 

@@ -116,7 +116,7 @@ def test_a_turn_says_what_each_of_its_tokens_costs() -> None:
     draft = DraftEstimates([(1, 20 * MS)])
     turn = Proposal(1, (1, 2, 3, 4), (), forward_ns=22 * MS, read_token_count=5, read_ns=10 * MS, queue_ns=MS)
     for _ in range(40):
-        draft.observe_proposal(turn, 2 * MS, ahead=False)
+        draft.observe_proposal(turn, 3 * MS, ahead=False)
     assert draft.forward.of(1) == pytest.approx(4 * MS, rel=0.05)
     assert draft.round_trip.value == pytest.approx(3 * MS, rel=0.05)
 
@@ -162,20 +162,13 @@ def test_where_turns_end_is_learned_from_those_that_were_right_so_far() -> None:
     """Of 100 turns, 50 have two right candidates, 25 end after one that was right, and 25 after one that was wrong."""
     shared = TargetEstimates(measured(FLAT))
     draft = shared.draft("draft", [(1, MS)])
-    estimates = estimates_of(shared, draft)
-    turn = Plan("draft in turns", Prediction(2.0, 2 * MS), DraftPace(2, True, 0.2), source="draft")
-    one, two = Offer((1,), ("draft",), (0.5,)), Offer((1, 2), ("draft",) * 2, (0.5, 0.9))
-    early, whole = DraftState(ended_early=True), DraftState()
     for _ in range(25):
-        for tried, accepted, state in ((two, 2, whole), (two, 2, whole), (one, 1, early), (one, 0, early)):
-            ids = (*tried.token_ids[:accepted], 9)
-            result = Pass(0, ids, accepted, len(tried.token_ids), forward_ns=MS)
-            estimates.observe(Outcome(result, tried, (b"a",) * len(ids), 2 * MS), turn, (), state)
+        for count, right_count, ended_early in ((2, 2, False), (2, 2, False), (1, 1, True), (1, 0, True)):
+            draft.observe_verified_turn(count, right_count, ended_early=ended_early)
     assert draft.goes_on_if_right.of(1) == pytest.approx(2 / 3, abs=0.04)
     assert draft.goes_on_if_right.of(2) == DraftEstimates().goes_on_if_right.of(2), (
         "these turns had all tokens that they might have"
     )
-    assert draft.positions.of(1) == pytest.approx(0.75, abs=0.03)
 
 
 def test_candidates_that_were_not_sent_show_the_chances_of_their_source() -> None:
@@ -197,7 +190,7 @@ def test_candidates_that_were_not_sent_show_the_chances_of_their_source() -> Non
     assert chances.of(0.2) == pytest.approx(3 / 4, abs=0.02)
     assert chances.of(0.6) < 0.1
     assert chances.of(0.95) == before[0.95], "a wrong candidate shows nothing about the next"
-    draft = shared.drafts["draft"].chances
+    draft = shared.draft("draft").chances
     assert draft.of(0.4) > 0.9, "only tried candidates of a draft count"
 
 
@@ -257,6 +250,32 @@ def test_extra_time_is_right_on_average_where_times_vary(deviation: float) -> No
     # The prior of 1 has some weight left.
     assert sum(values) / len(values) == pytest.approx(113, abs=1.5)
     assert all(100 < one < 130 for one in values)
+
+
+def test_what_another_source_yields_does_not_correct_a_plan() -> None:
+    """Under a plan with prompt lookup, a draft that keeps up with the text may have the better candidates."""
+    shared = TargetEstimates(measured(FLAT))
+    draft = shared.draft("draft", [(1, MS)])
+    sources = [SuffixSource(Tape(tiny.model("byte_level").vocabulary, ()))]
+    estimates = estimates_of(shared, draft, sources)
+    plan = Plan("suffix", Prediction(1.2, 2 * MS), source="suffix", plain_ns=2 * MS)
+    drafted = Offer((1, 2, 3), (DRAFT,) * 3, (0.9,) * 3)
+    for _ in range(20):
+        result = Pass(0, (1, 2, 3, 9), 3, 3, forward_ns=2 * MS)
+        estimates.observe(Outcome(result, drafted, (b"a",) * 4, 2 * MS), plan)
+    assert estimates.corrected("suffix", plan.prediction, 2 * MS) == plan.prediction
+    late = Outcome(Pass(0, (9,), 0, 0, forward_ns=2 * MS), Offer(), (b"a",), 2 * MS)
+    estimates.observe(late, plan)
+    assert estimates.corrected("suffix", plan.prediction, 2 * MS).tokens < plan.prediction.tokens, "they came too late"
+
+
+def test_replicas_of_a_draft_on_the_targets_cores_and_elsewhere_are_known_apart() -> None:
+    shared = TargetEstimates(measured(FLAT))
+    beside, elsewhere = (shared.draft("draft", [(1, MS)], competes=competes) for competes in (True, False))
+    assert beside.slowdown.value > elsewhere.slowdown.value == 1.0
+    shared.forget_draft("draft")
+    for competes, known in ((True, beside), (False, elsewhere)):
+        assert shared.draft("draft", competes=competes) is not known
 
 
 AHEAD = Plan("draft ahead", Prediction(1.0, 100 * MS), DraftPace(8), source=DRAFT)
@@ -331,7 +350,7 @@ def test_drafts_with_ever_new_names_are_forgotten() -> None:
     estimates = TargetEstimates()
     for number in range(1000):
         estimates.draft(f"v{number}")
-    assert len(estimates.drafts) == 256 and "v999" in estimates.drafts
+    assert len(estimates.drafts) == 256 and ("v999", False) in estimates.drafts
 
 
 def test_what_a_draft_has_read_is_kept_in_little_memory_and_once() -> None:

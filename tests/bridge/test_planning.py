@@ -95,19 +95,21 @@ def test_a_turn_that_may_end_early_takes_less_time_but_may_take_all_of_it() -> N
 
 @pytest.mark.parametrize("draft_ms", [0.5, 2.0, 8.0])
 @pytest.mark.parametrize("right", [0.3, 0.6, 0.9])
-def test_a_turn_ends_where_another_token_takes_longer_than_it_saves(draft_ms: float, right: float) -> None:
+@pytest.mark.parametrize("target_tokens", [1, 2, 3])
+def test_a_turn_ends_where_another_token_takes_longer_than_it_saves(
+    draft_ms: float, right: float, target_tokens: int
+) -> None:
     """Of turns whose token `i` is right with a known chance, the one that ends by the rule is the fastest."""
     costs = TargetCosts(MS, [FLAT[width] for width in range(1, 26)], 0.5 * MS)
     chances = [right, 0.9, right, right, 0.95, right, right / 2, right, right / 3]
-    turns = [
-        replace(_draft_costs(0.7, draft_ms), survival=tuple(accumulate(chances[:count], mul)))
-        for count in range(1, len(chances) + 1)
-    ]
-    found = [in_turns(costs, one, count) for count, one in enumerate(turns, start=1)]
+    likelihoods = list(accumulate(chances, mul))
+    # By candidate: a draft token makes one or several.
+    survival = tuple(likelihoods[place // target_tokens] for place in range(len(chances) * target_tokens))
+    draft = replace(_draft_costs(0.7, draft_ms), survival=survival, target_tokens=target_tokens)
+    found = [in_turns(costs, draft, count) for count in range(1, len(chances) + 1)]
     best = max(found, key=lambda one: one.tokens_per_ns)
-    least = min_turn_probability(costs, turns[-1], found.index(best) + 1, best)
-    survival = turns[-1].survival
-    ended = next((count for count, one in enumerate(survival, start=1) if one < least), len(survival))
+    least = min_turn_probability(costs, draft, found.index(best) + 1, best)
+    ended = next((count for count, one in enumerate(likelihoods, start=1) if one < least), len(likelihoods))
     assert found[ended - 1].tokens_per_ns > 0.9 * best.tokens_per_ns
 
 

@@ -260,11 +260,6 @@ def test_a_proposed_end_of_text_is_the_targets_own_end() -> None:
     )
 
 
-def test_ids_without_confidences_are_translated_like_bytes() -> None:
-    part = Continuation("suffix", b"the fox", 0.7, token_ids=(1, 2, 3))
-    assert offer_of(WORDS, [part]) == offer_of(WORDS, [Continuation("suffix", b"the fox", 0.7)])
-
-
 async def test_a_draft_is_closed_whatever_happens_to_its_estimates() -> None:
     source, drafter, _ = draft_source()
     await source.advance(DraftPace(8))

@@ -41,19 +41,18 @@ def slow_proposal(ids: list[int], place: int) -> list[int]:
 def test_it_proposes_what_followed_the_longest_match(parts: list[list[int]]) -> None:
     whole = list(parts[0])
     lookup = TokenLookup(whole)
-    match = lookup.match()
+    ids, confidences = lookup.match()
     for part in parts[1:]:
         whole += part
-        match = lookup.match()
+        ids, confidences = lookup.match()
     lengths = {place: length_at(whole, place) for place in range(1, len(whole))}
     matching = [place for place in reversed(lengths) if lengths[place]]
-    assert (match is None) is (not matching)
-    if match:
+    assert len(confidences) == len(ids) == (MAX_PROPOSED_TOKENS if matching else 0)
+    assert all(0.0 < one < 1.0 for one in confidences)
+    if matching:
         # The latest places are always found, and those that have matched for long are not forgotten.
-        assert match.length >= max(lengths[place] for place in matching[:8])
-        assert list(match.token_ids) in [slow_proposal(whole, place) for place in matching]
-        assert len(match.confidences) == len(match.token_ids) == MAX_PROPOSED_TOKENS
-        assert all(0.0 < one < 1.0 for one in match.confidences)
+        least = max(lengths[place] for place in matching[:8])
+        assert ids in [slow_proposal(whole, place) for place in matching if lengths[place] >= least]
 
 
 @given(first=IDS, second=IDS, times=st.sampled_from([1, 30]))
@@ -66,7 +65,7 @@ def test_a_text_at_once_is_the_same_as_one_by_one(first: list[int], second: list
         grown.match()
     more += second
     for other in (grown, once):
-        assert bool(whole.match()) is bool(other.match())
+        assert bool(whole.match()[0]) is bool(other.match()[0])
         assert (whole._last, whole._before) == (other._last, other._before)
 
 
@@ -74,10 +73,10 @@ def test_a_long_match_at_the_end_of_a_prompt_is_found() -> None:
     """Its last token also occurs in many other places, later than the match."""
     passage = list(range(100, 120))
     others = [[2000 + place, 119, 3000 + place] for place in range(9)]
-    match = TokenLookup([*passage, 7, *chain(*others), *passage]).match()
-    assert match is not None and match.length >= 16 and match.token_ids[0] == 7
+    ids, confidences = TokenLookup([*passage, 7, *chain(*others), *passage]).match()
+    assert ids[0] == 7 and confidences[0] >= confidence(16, 1, 9)
     alone = TokenLookup([*passage, 7, *passage]).match()
-    assert alone is not None and len(alone.confidences) == len(alone.token_ids) == MAX_PROPOSED_TOKENS
+    assert len(alone[0]) == len(alone[1]) == MAX_PROPOSED_TOKENS
 
 
 def test_a_long_copy_is_not_lost_among_many_places() -> None:
@@ -89,21 +88,19 @@ def test_a_long_copy_is_not_lost_among_many_places() -> None:
     lookup = TokenLookup(ids)
     for line, following in pairwise(copied):
         ids += line
-        match = lookup.match()
-        assert match is not None and list(match.token_ids[:2]) == following
+        assert lookup.match()[0][:2] == following
 
 
 def test_what_agrees_is_more_certain_than_what_does_not() -> None:
-    once = TokenLookup([1, 2, 3, 9, 1, 2]).match()
-    thrice = TokenLookup([1, 2, 3, 9, 1, 2, 3, 8, 1, 2, 3, 7, 1, 2]).match()
-    split = TokenLookup([1, 2, 4, 9, 1, 2, 5, 8, 1, 2, 3, 7, 1, 2]).match()
-    assert once and thrice and split
-    assert once.token_ids[0] == thrice.token_ids[0] == split.token_ids[0] == 3
-    assert split.confidences[0] < once.confidences[0] < thrice.confidences[0]
-    assert once.confidences[:2] == [confidence(2), confidence(3)]
-    assert thrice.confidences[:2] == [confidence(2, 3, 3), confidence(3, 1, 3)]
-    assert split.confidences[:2] == [confidence(2, 1, 3), confidence(3)]
-    assert once.confidences[1] > once.confidences[0], "a token that is right makes the match longer"
+    ids, once = TokenLookup([1, 2, 3, 9, 1, 2]).match()
+    ids_of_three, thrice = TokenLookup([1, 2, 3, 9, 1, 2, 3, 8, 1, 2, 3, 7, 1, 2]).match()
+    ids_of_split, split = TokenLookup([1, 2, 4, 9, 1, 2, 5, 8, 1, 2, 3, 7, 1, 2]).match()
+    assert ids[0] == ids_of_three[0] == ids_of_split[0] == 3
+    assert split[0] < once[0] < thrice[0]
+    assert once[:2] == [confidence(2), confidence(3)]
+    assert thrice[:2] == [confidence(2, 3, 3), confidence(3, 1, 3)]
+    assert split[:2] == [confidence(2, 1, 3), confidence(3)]
+    assert once[1] > once[0], "a token that is right makes the match longer"
 
 
 @given(matched=st.integers(1, 40), places=st.integers(1, 16), data=st.data())

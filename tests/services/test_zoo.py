@@ -113,10 +113,10 @@ async def test_what_was_learned_about_a_draft_stays_when_it_gets_another_replica
             pass
         gateway = await stack.enter_async_context(bridge([target], [first, second]))
         await text_of(gateway, "", Wish())
-        learned = gateway.zoo.target("").estimates.drafts["draft"]
+        learned = gateway.zoo.target("").estimates.draft("draft")
         await stack.enter_async_context(serving(trained("gemma", "draft"), second))
         await asyncio.to_thread(eventually, lambda: gateway.zoo.connections[2].state is State.AVAILABLE)
-        assert gateway.zoo.target("").estimates.drafts["draft"] is learned
+        assert gateway.zoo.target("").estimates.draft("draft") is learned
 
 
 async def test_tokens_of_a_model_that_is_away_can_be_spelled() -> None:

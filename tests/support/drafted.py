@@ -8,7 +8,7 @@ from bridge.measuring.draft_estimates import DraftEstimates
 from bridge.ports import Pass, Proposal, Sync
 from bridge.request import Request, render
 from bridge.sources.draft import DraftSource
-from bridge.sources.source import Draft, Offer, Opening, Outcome
+from bridge.sources.source import DRAFT, Draft, Offer, Opening, Outcome
 from bridge.tape import Tape
 from tests.support import tiny
 from tests.support.alone import PROMPT, QueuedDrafter
@@ -49,10 +49,12 @@ def draft_source(
     return source, drafter, tape
 
 
-def commit(tape: Tape, source: DraftSource, text: str, *, timed_out: bool = False) -> None:
-    ids = tuple(WORDS.pieces(text.encode()).ids)
-    base = len(tape.ids)
-    source.observe(Outcome(Pass(base, ids, 0, 0), Offer(), tape.commit(ids), timed_out=timed_out))
+def commit(tape: Tape, source: DraftSource, text: str, *, tried: str = "", timed_out: bool = False) -> None:
+    """Lets the target commit a text, whose beginning `tried` it has accepted from the draft."""
+    ids, offered = ids_of(text), ids_of(tried)
+    offer = Offer(offered, (DRAFT,) * len(offered), (0.5,) * len(offered))
+    result = Pass(len(tape.ids), ids, len(offered), len(offered))
+    source.observe(Outcome(result, offer, tape.commit(ids), timed_out=timed_out))
 
 
 def ids_of(text: str) -> tuple[int, ...]:

@@ -97,6 +97,9 @@ class Simulated:
         self.candidates += width
         right = next((place for place in range(len(ids)) if self._noise.random() > self._right), len(ids))
         accepted = min(right, width)
+        if self._draft and plan.pace.min_probability:
+            drafted = tried.sources.count("draft")
+            self._draft.observe_verified_turn(drafted, min(accepted, drafted), ended_early=False)
         taken_ms = self._times[width + 1] * (self._slowdown if plan.runs_ahead else 1.0)
         elapsed_ns = int((taken_ms + waited_ms) * MS)
         result = Pass(
