@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import perf_counter_ns
 
 from bridge.guest_sequence import GuestSequence
@@ -112,7 +112,7 @@ class Guest:
         self._answered_ns = 0
         # How long the last step took, and when the last one began that named sequences.
         self.elapsed_ns = self.stepped_ns = 0
-        self._turn = self._deadline_ns = 0
+        self._turn = 0
         # Shared forwards in a row for which no offer seemed worth verifying.
         self._idle_forward_count, self._idle_limit = 0, _IDLE_FORWARDS
         self._alone = False
@@ -131,7 +131,7 @@ class Guest:
     async def step(self, update: StepUpdate) -> Answer:
         """Takes a step, and returns its answer within the step's deadline. `settle` must be called after it."""
         began, self._alone, self._begun = self._clock(), len(update.sequences) == 1, []
-        answer, self._deadline_ns = Answer(update.number), update.deadline_ns
+        answer = Answer(update.number)
         self.stepped_ns = began if update.sequences else self.stepped_ns
         for id_ in update.ended:
             self.end(id_, complete=True)
@@ -142,7 +142,7 @@ class Guest:
         named, until = [], began + _WORKING_NS
         for one in update.sequences:
             if taken := self._take(one, answer, began):
-                named.append(taken)
+                named.append((one, taken))
             until = await self._give_way(until)
         measured = self._measure(update, named, min(engine_ns, MAX_MEASURED_NS))
         await self._await_openings(len(named), began + update.deadline_ns // 2)  # choosing takes time, too
@@ -199,10 +199,10 @@ class Guest:
         for id_ in tuple(self.held):
             self.end(id_)
 
-    def _take(self, one: SequenceUpdate, answer: Answer, now: int) -> tuple[SequenceUpdate, Held] | None:
-        """Returns what is left to commit of an update, and its sequence; None if that is unknown or refused.
+    def _take(self, one: SequenceUpdate, answer: Answer, now: int) -> Held | None:
+        """Returns the sequence of an update; None if it is unknown or refused.
 
-        A sequence that is not open yet keeps the new tokens in `Held.ids`, so none are left to commit.
+        One that is not open yet keeps the new tokens in `Held.ids`.
         """
         held, kept = self.held.get(one.id), one.kept_token_count
         if not self._model.has_all(one.token_ids) or kept + len(one.token_ids) > self._model.context_length:
@@ -227,15 +227,12 @@ class Guest:
         if kept < len(held.tokens) or len(one.token_ids) > MAX_GAINED_TOKENS:
             ids = [*held.tokens[:kept], *one.token_ids]
             return self._begin(one, ids, len(ids) - held.prompt_count, now)
-        if held.sequence:
-            return one, held
-        held.ids += one.token_ids
-        self._on_held(one.id, len(held.ids), 0)
-        return replace(one, token_ids=()), held
+        if not held.sequence:
+            held.ids += one.token_ids
+            self._on_held(one.id, len(held.ids), 0)
+        return held
 
-    def _begin(
-        self, one: SequenceUpdate, ids: Sequence[int], generated_count: int, now: int
-    ) -> tuple[SequenceUpdate, Held] | None:
+    def _begin(self, one: SequenceUpdate, ids: Sequence[int], generated_count: int, now: int) -> Held | None:
         self.end(one.id)
         if not ids:
             return None
@@ -255,12 +252,9 @@ class Guest:
                 held.sequence, held.ids = sequence, []
                 if draft := self._find_draft(held, True):
                     sequence.add_draft(draft)
-                sequence.allow_waiting(self._deadline_ns)
-                if self._alone:  # a shared forward needs no plan
-                    await sequence.settle(alone=True)
 
         held.opening = asyncio.create_task(open_())
-        return replace(one, token_ids=()), held
+        return held
 
     async def _await_openings(self, named_count: int, deadline: int) -> None:
         """Waits for new sequences, so that they get candidates from their first step on, unless others would wait."""
@@ -299,8 +293,9 @@ class Guest:
         sequence = held.sequence
         if sequence is None or self.held.get(one.id) is not held:  # later sequences of the step may have ended it
             return None
-        if one.token_ids:
-            outcome = sequence.commit(one.token_ids, one.candidate_step, one.candidate_count, engine_ns)
+        # One that has been opened since it was taken has the tokens already.
+        if token_ids := one.token_ids[len(sequence.tape.ids) - one.kept_token_count :]:
+            outcome = sequence.commit(token_ids, one.candidate_step, one.candidate_count, engine_ns)
             if outcome.tried.token_ids:
                 self._on_outcome(outcome)
             self._on_held(one.id, len(sequence.tape.ids), sequence.indexed_byte_count)

@@ -160,10 +160,6 @@ class GuestSequence:
         left = self._model.context_length - len(self.tape.ids) - 1
         self.room = max(min(_MAX_ROOM if room is None else room, left, _MAX_ROOM), 0)
 
-    def allow_waiting(self, nanoseconds: int) -> None:
-        """Sets how long the engine waits for candidates after a forward."""
-        self._speculation.planner.max_wait_ns = float(max(nanoseconds, 0))
-
     def commit(self, ids: Sequence[int], step: int, count: int, engine_ns: int | None) -> Outcome:
         """Appends tokens that the engine produced in a forward with the first `count` candidates of answer `step`.
 
@@ -200,7 +196,7 @@ class GuestSequence:
                 self._offered = False
             return
         self._offered = True
-        base, sent = len(self.tape.ids), offer.part(0, min(_OFFERED_FORWARDS * width, max(self.room, width)))
+        base, sent = len(self.tape.ids), offer.part(0, min(_OFFERED_FORWARDS * width, self.room))
         self._answers[answer.number] = base, sent
         if len(self._answers) > _REMEMBERED_ANSWERS:
             del self._answers[next(iter(self._answers))]
@@ -213,7 +209,7 @@ class GuestSequence:
         """
         speculation, clock = self._speculation, perf_counter_ns
         now = clock()
-        self.allow_waiting(deadline_ns - now)
+        speculation.planner.max_wait_ns = float(max(deadline_ns - now, 0))
         self._refresh()
         choice = speculation.choose()
         if self.has_draft and (speculation.plan.pace.turns or not choice.width):
@@ -231,7 +227,7 @@ class GuestSequence:
                 choice = speculation.choose()
             self._waited_ns = clock() - now
         self._plan = speculation.plan
-        return choice.offer.part(0, _MAX_ROOM), min(choice.width, self.room)
+        return choice.offer, min(choice.width, self.room)
 
     def best_offer(self, considered: int) -> tuple[Offer, list[float]]:
         """Returns the most promising offer for a shared forward, and the chances of its first candidates."""
@@ -261,7 +257,7 @@ class GuestSequence:
             self._planned = True
             speculation.planner.is_shared = not alone
             if not alone:
-                self.allow_waiting(0)
+                speculation.planner.max_wait_ns = 0.0
             elif self._plan is speculation.plan:  # the engine's next forward is the trial, if it is one
                 speculation.planner.begin(self._plan)
             if not self._refreshed:

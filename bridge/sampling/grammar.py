@@ -50,11 +50,6 @@ class Grammar:
             raise InvalidField(self.field, "Unicode text", "a lone surrogate") from None
         if size > MAX_GRAMMAR_BYTES:
             raise InvalidField(self.field, f"at most {MAX_GRAMMAR_BYTES} bytes long", size)
-        if self.kind is GrammarKind.CHOICE:
-            self._check_choice()
-        return self
-
-    def _check_choice(self) -> None:
-        texts = json.loads(self.text)
-        if not texts or "" in texts:
+        if self.kind is GrammarKind.CHOICE and (not (texts := json.loads(self.text)) or "" in texts):
             raise InvalidGrammar(self.field, "needs at least one text, and none of them may be empty")
+        return self

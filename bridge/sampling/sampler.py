@@ -110,9 +110,7 @@ class History:
         self._counts.update(ids)
 
     def copy(self) -> "History":
-        copied = History(self._prompt)
-        copied._counts = self._counts.copy()
-        return copied
+        return History(self._prompt, self._counts)
 
     def seen(self) -> Int64:
         """Returns the distinct ids of the prompt and the generated text."""
@@ -320,15 +318,13 @@ def _next(scores: NDArray[np.floating[Any]], best: int) -> tuple[int, float]:
     return second, float(scores[best]) - float(scores[second])
 
 
-def _floor(best: float, temperature: float) -> np.float32:
-    """Returns a score below which no noise can make an id the best."""
-    return _lowered(best - GUMBEL_RANGE * temperature)
+def _floor(best: float, temperature: float, depth: float = GUMBEL_RANGE) -> np.float32:
+    """Returns the score that is `depth` below the best at that temperature, or less, so that rounding excludes no id.
 
-
-def _lowered(score: float) -> np.float32:
-    """Returns the next smaller score, so that rounding excludes no id."""
-    lowered: np.float32 = np.nextafter(np.float32(score), np.float32(-np.inf))
-    return lowered
+    By default, no noise can make an id below it the best.
+    """
+    floor: np.float32 = np.nextafter(np.float32(best - depth * temperature), np.float32(-np.inf))
+    return floor
 
 
 def _scaled(scores: Logits, best: float, temperature: float) -> Float64:
@@ -351,7 +347,7 @@ def _truncate(scores: Logits, parameters: SamplingParameters) -> tuple[Int64, Fl
     if parameters.top_p is not None and parameters.top_p < 1.0:
         kept = _nucleus(scores, temperature, floor, parameters.top_p)
     elif parameters.min_p:  # most ids are left out at once; rounding decides about none of them
-        kept = np.flatnonzero(scores >= max(floor, _lowered(best + math.log(parameters.min_p) * temperature)))
+        kept = np.flatnonzero(scores >= max(floor, _floor(best, temperature, -math.log(parameters.min_p))))
     else:
         kept = np.flatnonzero(scores >= floor)
     scaled = _scaled(scores[kept], best, temperature)

@@ -45,7 +45,7 @@ def render_chat(model: Model, chat: Chat) -> Rendering:
         if name in _RESERVED:
             raise InvalidField("chat.template_variables_json", f"without the reserved name {name!r}", "it")
     adapted = replace(chat, messages=_adapted(model, chat.messages))
-    text, marks = rendered(model, adapted, add_generation_prompt=True)
+    text, marks = _rendered(model, adapted, add_generation_prompt=True)
     # A template writes the initial control tokens itself; for a plain transcript the tokenizer adds them.
     return model.vocabulary.prompt(text, marks, framed=not model.chat_template)
 
@@ -150,7 +150,7 @@ def _render_parts(model: Model, parts: Sequence[str | int], source: Model) -> Re
     return model.vocabulary.prompt(text, marks, framed=True)
 
 
-def rendered(model: Model, chat: Chat, *, add_generation_prompt: bool) -> tuple[str, Marks]:
+def _rendered(model: Model, chat: Chat, *, add_generation_prompt: bool) -> tuple[str, Marks]:
     """Returns the template's text, and the marks in it that keep the user's values from becoming markup.
 
     The chat is in the form that the template knows; see `_adapted`.
@@ -183,7 +183,7 @@ def tried(model: Model, chat: Chat, *, add_generation_prompt: bool = True) -> tu
     error is raised.
     """
     try:
-        return rendered(model, chat, add_generation_prompt=add_generation_prompt)
+        return _rendered(model, chat, add_generation_prompt=add_generation_prompt)
     except (InvalidRequest, UnusableModel) as error:
         if isinstance(error, UnusableModel) and error.reason != UnusableModel.reason:
             raise

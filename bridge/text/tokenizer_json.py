@@ -46,8 +46,10 @@ _MAX_ID = (1 << 22) - 1
 _MAX_GROWTH_FACTOR = 64
 _MAX_ADDED_LENGTHS = 256
 _MAX_ADDED_CHARACTERS = 1024
+# The squares of their lengths together: of each, every beginning and end is kept (`StringMatcher.may_join`).
+_MAX_ADDED_SQUARES = 1 << 25
 # The keys under which a sequence lists its components.
-_SEQUENCE_KEYS = ("normalizers", "pretokenizers", "decoders", "processors")
+_SEQUENCE_KEYS = ("normalizers", "pretokenizers", "decoders")
 # The supported decoders. Fuse joins tokens and Strip trims the whole text, so neither changes the middle of a text.
 _DECODERS = {"ByteLevel", "ByteFallback", "Replace", "Metaspace", "WordPiece", "BPEDecoder", "Fuse", "Strip"}
 # The decoders that turn a token's written form into text; a decoder after one of them works on text.
@@ -84,11 +86,13 @@ def check_limits(spec: Spec, library: Tokenizer, largest_id: int) -> None:
     steps = components(spec.get("normalizer"))
     growth = prod(max(len(step.get("content") or step.get("prepend") or ""), 1) for step in steps)
     # The library looks for added tokens in every text, and the bridge for each of their lengths.
-    lengths = {len(token.content) for token in library.get_added_tokens_decoder().values()}
+    added = [len(token.content) for token in library.get_added_tokens_decoder().values()]
+    lengths, squares = set(added), sum(length**2 for length in added)
     for component, value, limit, problem in (
         ("normalizer", growth, _MAX_GROWTH_FACTOR, "its normalizer can turn one character into {}"),
         ("added_tokens", len(lengths), _MAX_ADDED_LENGTHS, "it has added tokens of {} different lengths"),
         ("added_tokens", max(lengths, default=0), _MAX_ADDED_CHARACTERS, "it has an added token of {} characters"),
+        ("added_tokens", squares, _MAX_ADDED_SQUARES, "the squared lengths of its added tokens sum to {}"),
         ("model", largest_id, _MAX_ID, "its largest id is {}"),
     ):
         if value > limit:

@@ -29,7 +29,7 @@ class DraftContext:
         self._prompt_length = len(prompt.text)
         # Whether the tokenizer encodes this text as the start of a text, with a dummy space in front.
         rest = list(prompt.ids[prompt.settled :])
-        starts = bool(rest) or len(self._head) == len(vocabulary.frame)
+        starts = bool(rest) or tuple(self._head) == vocabulary.frame
         self._whole = starts and rest == vocabulary.pieces(prompt.text, whole=True).ids
         self._tokens = self._encode(0)
 

@@ -41,7 +41,7 @@ def test_the_times_of_a_draft_are_forgotten_when_another_model_has_its_name(brid
     estimates.draft("small", ((1, 1_000_000),))
     estimates.draft("large", ((1, 9_000_000),))
     bridge.servicer._zoo.on_other_draft("small")
-    assert list(estimates.drafts) == ["large"]
+    assert list(estimates.drafts) == [("large", False)]
     stream.close()
     eventually(lambda: not bridge.servicer._connections)
 

@@ -311,8 +311,11 @@ def test_dropout_of_a_training_run_is_left_out() -> None:
         ({"added_tokens": [
             {"id": 1000 + n, "content": "<" * n + "x", "single_word": False, "lstrip": False, "rstrip": False,
              "normalized": False, "special": True} for n in range(600)]}, "added tokens of"),
+        ({"added_tokens": [
+            {"id": 1000 + n, "content": chr(0x4E00 + n) * 1000, "single_word": False, "lstrip": False, "rstrip": False,
+             "normalized": False, "special": True} for n in range(100)]}, "squared lengths"),
     ],
-    ids=["growth", "lengths"],
+    ids=["growth", "lengths", "squares"],
 )  # fmt: skip
 async def test_a_tokenizer_that_would_take_the_bridge_down_later_is_refused_now(change: dict, message: str) -> None:
     spec = json.loads(tokenizer_json("byte_level")) | change
