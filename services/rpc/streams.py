@@ -1,7 +1,8 @@
 """What Draft and Verify streams share: an open message first, then requests and responses concurrently."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from typing import Any, ClassVar, Generic, TypeVar
 
 from bridge.errors import ProtocolViolation
@@ -70,41 +71,52 @@ async def exchange(
     requests: AsyncIterator[R],
     on_request: Callable[[R], Awaitable[None]],
     on_end_of_requests: Callable[[], None],
-    responses: AsyncIterator[T],
-) -> AsyncIterator[T]:
+    responses: AsyncGenerator[T, None],
+) -> AsyncGenerator[T, None]:
     """Yields the responses that `responses` yields, and meanwhile passes each request to `on_request`.
 
     Calls `on_end_of_requests` when the client closes its side. An error in either direction ends both.
     """
+    failure: Exception | None = None
+    ended = reading = False
+    waiting: asyncio.Task[Any] | None = None
 
     async def listen() -> None:
-        while True:
-            # Shielded: gRPC never frees the memory of a read that is cancelled. This one ends with the call.
-            reading = asyncio.ensure_future(anext(requests, None))
-            reading.add_done_callback(_retrieve)
-            if (request := await asyncio.shield(reading)) is None:
-                break
-            await on_request(request)
-        on_end_of_requests()
+        nonlocal failure, reading
+        try:
+            while True:
+                reading = True
+                request = await anext(requests, None)
+                reading = False
+                if request is None or ended:
+                    break
+                await on_request(request)
+            if not ended:
+                on_end_of_requests()
+        except Exception as error:  # raised below, unless the responses have ended
+            failure = error
+            if waiting:
+                waiting.cancel()
 
-    listener, responding = asyncio.create_task(listen()), asyncio.ensure_future(anext(responses))
+    listener = asyncio.create_task(listen())
     try:
-        while True:
-            if not listener.done():
-                await asyncio.wait((listener, responding), return_when=asyncio.FIRST_COMPLETED)
-            if listener.done():
-                listener.result()  # it may also have failed while the last response was sent
-            yield await responding
-            responding = asyncio.ensure_future(anext(responses))
-    except StopAsyncIteration:
-        return
+        async with aclosing(responses):
+            while not failure:
+                waiting = asyncio.current_task()
+                try:
+                    response = await anext(responses)
+                except StopAsyncIteration:
+                    return
+                finally:
+                    waiting = None
+                yield response
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if failure is None or (task and task.uncancel()):
+            raise
     finally:
-        for task in (listener, responding):
-            task.cancel()
-        await asyncio.gather(listener, responding, return_exceptions=True)
-
-
-def _retrieve(reading: "asyncio.Future[Any]") -> None:
-    """Retrieves the error of a read, which asyncio would log if nobody awaits the read any more."""
-    if not reading.cancelled():
-        reading.exception()
+        ended = True
+        if not reading:  # gRPC never frees the memory of a read that is cancelled; this one ends with the call
+            listener.cancel()
+    if failure:
+        raise failure
