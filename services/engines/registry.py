@@ -22,8 +22,8 @@ from services.engines.spec import EngineOptions, EngineSpec, Weights
 from services.engines.torch.spec import TORCH
 from services.store.cache import Report
 
-# Usually fastest first (docs/measurements/engines.md). `--engine auto` takes the first whose `reason_to_skip` returns
-# "", or the fastest of those that read the same files.
+# Usually fastest first (docs/measurements/engines.md). Of those that support the options, `--engine auto` takes the
+# first whose `reason_to_skip` returns "", or the fastest of those that read the same files.
 _OWN = (LLAMACPP, IK_LLAMA, OPENVINO, HABANA, TORCH)
 AUTO = "auto"
 # Chooses among engines for a model; None if none of them runs it.
@@ -58,8 +58,11 @@ def choose_engine(
     if name != AUTO:
         spec = engine_spec(name)
     else:
-        able = [one for one in engines().values() if one.installed and (one.trusts or not options.trusted)]
+        able = [one for one in engines().values() if one.supports(options)]
         usable = [one for one in able if not one.reason_to_skip(model, options)]
+        if not usable:  # the error of the first that would run the model says what to change
+            installed = [one for one in engines().values() if one.installed]
+            usable = [one for one in installed if not one.reason_to_skip(model, options)][:1]
         spec = _first_that_runs(usable, model, options, fastest)
         if options.weights is Weights.AUTO:
             options = replace(options, weights=spec.auto_weights)

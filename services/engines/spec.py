@@ -139,6 +139,14 @@ class EngineSpec:
                 f"the {self.name} engine is not installed: {self.install}, or use --engine auto", engine=self.name
             )
 
+    def supports(self, options: EngineOptions) -> bool:
+        """Returns whether `check` accepts the options."""
+        try:
+            self.check(options)
+        except (InvalidField, UnusableModel):
+            return False
+        return True
+
 
 def _either(*values: str) -> str:
     return " or ".join((", ".join(values[:-1]), values[-1])) if len(values) > 1 else values[0]

@@ -92,6 +92,22 @@ def test_auto_takes_the_first_installed_engine_that_runs_the_model(
     assert chosen(built_in) == "torch"
 
 
+def test_auto_compares_only_engines_that_support_the_options(
+    tiny_models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(specs, "find_spec", lambda name: find_spec("json"))
+    monkeypatch.setattr("services.engines.openvino.engine.core_count", lambda: 2, raising=False)
+
+    def chosen(**options: object) -> str:
+        given = replace(EngineOptions(device="cpu"), **options)
+        return choose_engine("auto", str(tiny_models[0]), given, lambda rivals, *_: rivals[-1])[0].name
+
+    assert chosen() == "torch", "the last of the rivals"
+    assert chosen(weights=Weights.INT4) == "openvino"
+    with pytest.raises(InvalidField, match="--weights must be auto, full, int8 or int4 with --engine openvino"):
+        chosen(weights=Weights.REPACKED)
+
+
 def test_a_model_that_auto_converts_keeps_its_weights(tiny_models: tuple[Path, Path]) -> None:
     _, options = choose_engine("auto", str(tiny_models[0]), EngineOptions(device="cpu", dtype=Dtype.FLOAT32))
     assert options.weights is Weights.FULL
