@@ -23,11 +23,11 @@ class Opened:
 
 @dataclass(frozen=True)
 class ServiceState:
-    """A configured service. `problem` is why it cannot be used now, or empty."""
+    """A configured service. `problem` is why it cannot be used now, or empty. `is_missed`: then requests fail."""
 
     address: str
-    is_target: bool
     problem: str
+    is_missed: bool
 
 
 class Spelling(Protocol):

@@ -90,6 +90,11 @@ class Connection:
         return None if self.problem else self.known
 
     @property
+    def description(self) -> model_pb2.Model | None:
+        """The model that the service serves, or served last; None if that is unknown."""
+        return self.refused or (self.known.description if self.known else None)
+
+    @property
     def state(self) -> State:
         if not self.problem:
             return State.AVAILABLE

@@ -24,6 +24,7 @@ from bridge.text.translation import segment
 from draftbridge.v1 import model_pb2
 from services.bridge.backend import Opened, ServedModel, ServiceState
 from services.bridge.endpoint import Endpoint
+from services.bridge.listing import read_states
 from services.bridge.pairing import Pairing, Wish
 from services.bridge.remote import RemoteDrafter, RemoteVerifier
 from services.bridge.replicas import Balancer, ResumingVerifier, blocks_of, is_broken
@@ -211,8 +212,7 @@ class Gateway:
 
     async def check(self) -> list[ServiceState]:
         """Asks every configured model service, for up to 2 seconds."""
-        found = await self.zoo.check()
-        return [ServiceState(one.address, one.role == model_pb2.ROLE_TARGET, one.problem) for one in found]
+        return read_states(await self.zoo.check())
 
     async def generate(
         self, request: Request, target_name: str = "", wish: Wish | None = None

@@ -14,6 +14,7 @@ from bridge.request import Request, check
 from draftbridge.security import Credentials, open_aio_channel
 from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, model_pb2
 from services.bridge.backend import Opened, ServedModel, ServiceState
+from services.bridge.listing import read_states
 from services.bridge.pairing import Wish
 from services.bridge.shared import Shared
 from services.bridge.zoo import no_such
@@ -118,11 +119,8 @@ class RemoteGateway:
                 bridge_pb2.GetStatusRequest(), timeout=_TIMEOUT_SECONDS, metadata=outgoing_metadata()
             )
         except aio.AioRpcError as error:
-            return [ServiceState(self._address, True, str(self._converted(error)))]
-        services = [
-            ServiceState(one.address, one.role == model_pb2.ROLE_TARGET, one.problem) for one in answer.endpoints
-        ]
-        return [ServiceState(self._address, True, ""), *services]
+            return [ServiceState(self._address, str(self._converted(error)), is_missed=True)]
+        return [ServiceState(self._address, "", is_missed=False), *read_states(answer.endpoints)]
 
     async def segment(self, text: str, models: Sequence[str]) -> list[list[tuple[int, bytes]]]:
         """See `Backend`."""

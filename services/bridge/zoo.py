@@ -190,9 +190,8 @@ class Zoo:
             return self._find(name, drafts, "draft")
         except ModelNotFound:
             for one in self._of(model_pb2.ROLE_DRAFT):
-                described = one.refused or (one.known and one.known.description)
                 # A draft that has never answered may have any name.
-                if not one.endpoint and (not described or described.name == name):
+                if not one.endpoint and (not one.description or one.description.name == name):
                     raise DraftAway(name, one.address, one.problem) from None
             raise
 
@@ -229,7 +228,10 @@ class Zoo:
 
         async def checked(one: Connection) -> bridge_pb2.Endpoint:
             problem = await one.check() or self.conflict(one)
-            return bridge_pb2.Endpoint(address=one.address, role=one.role, reachable=not problem, problem=problem)
+            model = one.description.name if one.description else ""
+            return bridge_pb2.Endpoint(
+                address=one.address, role=one.role, reachable=not problem, problem=problem, model=model
+            )
 
         return await asyncio.gather(*map(checked, self.connections))
 

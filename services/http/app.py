@@ -258,12 +258,12 @@ class _Door:
             return errors.answer(error, names={"model": "models"})
 
     async def health(self, request: HttpRequest) -> Response:
-        """Asks every model service, at most once a second. 503 if a target cannot be used.
+        """Asks every model service, at most once a second. 503 if no service of a target model can be used.
 
         Without a key that it needs, the answer has only the status.
         """
         found = await self._health.get()
-        failed = any(one.is_target and one.problem for one in found)
+        failed = any(one.is_missed for one in found)
         health: Json = {"status": "error" if failed else "ok"}
         with suppress(Unauthenticated):
             self.key_of(request)

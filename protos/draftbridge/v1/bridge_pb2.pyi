@@ -1016,6 +1016,7 @@ class Endpoint(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     REACHABLE_FIELD_NUMBER: _builtins.int
     PROBLEM_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     """Address as configured. A host name has one entry for each of its addresses, as HOST:PORT (IP)."""
     role: _model_pb2.Role.ValueType
@@ -1024,6 +1025,8 @@ class Endpoint(_message.Message):
     """True if the service answers and the bridge can use it."""
     problem: _builtins.str
     """Why it cannot be used, as a sentence; empty if it can."""
+    model: _builtins.str
+    """Name of the model that it serves, or served last; empty if that is unknown."""
     def __init__(
         self,
         *,
@@ -1031,10 +1034,11 @@ class Endpoint(_message.Message):
         role: _model_pb2.Role.ValueType = ...,
         reachable: _builtins.bool = ...,
         problem: _builtins.str = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "problem", b"problem", "reachable", b"reachable", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "model", b"model", "problem", b"problem", "reachable", b"reachable", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
