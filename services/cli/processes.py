@@ -24,6 +24,14 @@ READY = "listening on "
 _STOP_SECONDS = 10.0
 # glibc asks for huge pages for all large allocations, so that a model server need not move its weights to them later.
 _HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+# Beginnings of variables for model servers that others reach, and for bridges that connect to those. Ours are reached
+# by our bridge only, which has nothing to show to them, and several cannot share one port for metrics.
+_FOR_OTHERS = (
+    "DRAFTBRIDGE_SERVE_METRICS",
+    "DRAFTBRIDGE_SERVE_TLS_",
+    "DRAFTBRIDGE_SERVE_KEYS",
+    "DRAFTBRIDGE_BRIDGE_SERVICE_",
+)
 
 
 class ProcessFailed(DraftBridgeError):
@@ -66,10 +74,15 @@ def fetch(targets: Sequence[str], drafts: Sequence[str | None], report: Report) 
         resolve(model, report, weights="")
 
 
+def configured_environment() -> dict[str, str]:
+    """Returns the environment of a bridge that has the user's configuration, or of its model servers."""
+    return {key: value for key, value in os.environ.items() if not key.startswith(_FOR_OTHERS)}
+
+
 def private_environment() -> dict[str, str]:
     """Returns the environment of a bridge that has only the options of its command line, or of its model servers."""
-    ours = "DRAFTBRIDGE_BRIDGE_"
-    return {key: value for key, value in os.environ.items() if key != "DRAFTBRIDGE_CONFIG" and not key.startswith(ours)}
+    left_out = ("DRAFTBRIDGE_CONFIG", "DRAFTBRIDGE_BRIDGE_")
+    return {key: value for key, value in configured_environment().items() if not key.startswith(left_out)}
 
 
 def check_options(model: str, environment: Mapping[str, str], **options: str) -> None:
@@ -171,13 +184,14 @@ def fleet(
     """Runs a target, a bridge and, unless it is None, a draft. Yields when all are ready.
 
     `target_cores`, `draft_cores`: the cores of a model server, all if None. `draft_options` are for a draft with an
-    engine, so not for prompt lookup. `configured`: the processes read the user's configuration; otherwise, the model
-    servers read variables but for their names, and the bridge reads nothing. Raises `ProcessFailed`.
+    engine, so not for prompt lookup. `configured`: the processes read the user's configuration, but for what only
+    servers for others need; otherwise, the model servers read other variables but for their names, and the bridge reads
+    nothing. Raises `ProcessFailed`.
     """
     from services.store.resolve import default_name  # takes a while, and few commands need it
 
     processes: dict[str, subprocess.Popen[str]] = {}
-    environment: Mapping[str, str] = os.environ if configured else private_environment()
+    environment = configured_environment() if configured else private_environment()
 
     def named(model: str) -> tuple[str, ...]:
         return () if configured else ("--name", default_name(model))
@@ -190,7 +204,7 @@ def fleet(
             return _ready(name, process)
 
         addresses = {}
-        common = ("--listen", "127.0.0.1:0")
+        common = ("--listen", "127.0.0.1:0", "--metrics", "")  # a file may name a port for metrics, too
         # One after the other: a server measures its passes at its start. While another model is loaded on the same
         # cores, they can take thirty times as long, and the bridge would not use that draft.
         if draft is not None:

@@ -1,7 +1,6 @@
 """Commands that start processes or prepare for it: `serve`, `bridge`, `http`, `up`, `pull`, `engines`, `config`."""
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -118,13 +117,21 @@ def up(
 ) -> None:
     """Run a target, a draft and a bridge as three processes, until stopped with Ctrl-C."""
     with importing():
-        from services.cli.processes import StopSignals, check_options, draft_threads, fetch, fleet, how_ended
+        from services.cli.processes import (
+            StopSignals,
+            check_options,
+            configured_environment,
+            draft_threads,
+            fetch,
+            fleet,
+            how_ended,
+        )
 
     stop = StopSignals()
     try:
         _check_addresses(listen, http)
         drafted = None if draft == "none" else draft
-        check_options(target, os.environ, engine=engine, dtype=dtype)
+        check_options(target, configured_environment(), engine=engine, dtype=dtype)
         fetch([target], [drafted], report)
         options = ("--engine", engine, "--dtype", dtype)
         target_options = (*options, "--deterministic") if deterministic else options

@@ -21,6 +21,7 @@ from services.cli.processes import READY, fleet, launched
 from services.cli.zoo import running as zoo
 from services.errors import ModelNotFound
 from services.store.built_in import SUFFIX
+from tests.support.ports import free_address
 
 COMMANDS = ["pull", "serve", "bridge", "up", "generate", "models", "translate", "demo", "version", "doctor", "zoo"]
 
@@ -213,10 +214,16 @@ def test_a_signal_whose_exception_is_lost_is_still_known() -> None:
     assert done.stdout.split() == ["raised", "asked"]
 
 
-def test_up_with_the_draft_that_needs_no_model(tiny_models: tuple[Path, Path]) -> None:
+def test_up_with_the_draft_that_needs_no_model(tiny_models: tuple[Path, Path], tmp_path: Path) -> None:
+    """Both of its model servers would take the port for metrics, and its bridge has nothing to show to them."""
     command = [sys.executable, "-m", "services.cli", "up", "--target", str(tiny_models[0]), "--draft", "suffix"]
     command += ["--listen", "127.0.0.1:0", "--dtype", "float32"]
-    environment = os.environ | {"DRAFTBRIDGE_BRIDGE_HTTP": "127.0.0.1:0"}
+    (file := tmp_path / "draftbridge.toml").write_text(f'[serve]\nmetrics = "{free_address()}"\n')
+    environment = os.environ | {
+        "DRAFTBRIDGE_BRIDGE_HTTP": "127.0.0.1:0", "DRAFTBRIDGE_BRIDGE_SERVICE_CA": "/nowhere.pem",
+        "DRAFTBRIDGE_SERVE_TLS_CERTIFICATE": "/nowhere.pem", "DRAFTBRIDGE_SERVE_KEYS": "/nowhere.toml",
+        "DRAFTBRIDGE_CONFIG": str(file),
+    }  # fmt: skip
     pipe = subprocess.PIPE
     with started(command, stdout=pipe, stderr=pipe, env=environment) as process:
         assert process.stdout is not None
@@ -240,7 +247,8 @@ def test_what_is_measured_has_none_of_the_users_settings(
     target, draft = map(str, tiny_models)
     for name, value in {
         "CONFIG": "/nowhere.toml", "BRIDGE_TLS_CERTIFICATE": "/nowhere.pem", "BRIDGE_DRAFT": "127.0.0.1:1",
-        "SERVE_NAME": "same",
+        "SERVE_NAME": "same", "SERVE_METRICS": free_address(), "SERVE_TLS_CERTIFICATE": "/nowhere.pem",
+        "SERVE_KEYS": "/nowhere.toml",
     }.items():  # fmt: skip
         monkeypatch.setenv(f"DRAFTBRIDGE_{name}", value)
     with fleet(target, SUFFIX) as running, Client(running.bridge) as client:
