@@ -161,7 +161,7 @@ class ModelServerConfig(ServerConfig):
     # More than two million ids. Parsing blocks all other calls for up to 20 ms per MiB.
     message_limit: int = Field(8, ge=1, le=1024, description="MiB of the largest message accepted.")
     trust_model: bool = Field(
-        False, description="Run Python files and load pickled weights of the model's directory; torch and habana only."
+        False, description="Run Python files and load pickled weights of MODEL, a directory; torch and habana only."
     )
 
     # Named as in optimum-habana's text-generation example.

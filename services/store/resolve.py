@@ -46,12 +46,18 @@ def default_name(reference: str) -> str:
 
 
 def resolve(
-    reference: str, report: Report = lambda text: None, *, weights: str = "float32", only_tokenizer: bool = False
+    reference: str,
+    report: Report = lambda text: None,
+    *,
+    weights: str = "float32",
+    only_tokenizer: bool = False,
+    trusted: bool = False,
 ) -> Path:
     """Returns a directory with configuration, weights and tokenizer. Downloads and converts the model if needed.
 
     `weights`: the data type, float32 or bfloat16, that those of a GGUF file are converted to; "" to convert none.
     `only_tokenizer`, with that: only the configuration and the tokenizer of a model of the hub are downloaded.
+    `trusted`: the model may run code, which is never downloaded here: nobody would have read it before it runs.
     Raises `ModelNotFound`, `UnusableModel`, `DamagedFile`, `ChecksumMismatch`, `CacheUnusable` or `NoSpace`.
     """
     if not reference:
@@ -75,6 +81,13 @@ def resolve(
     if path.suffix == ".gguf" or path.is_absolute() or reference.startswith((".", "~")):
         raise ModelNotFound(
             f"there is no model at {reference}: {_REMEDY}",
+            model=reference,
+        )
+    if trusted:
+        raise UnusableModel(
+            f"--trust-model is for directories, and there is none at {reference}: if that is a Hugging Face id, "
+            f"download it to a directory first (hf download {reference} --local-dir DIRECTORY), check its code, then "
+            "serve the directory with --trust-model",
             model=reference,
         )
     return _from_hub(reference, report, only_tokenizer)

@@ -180,7 +180,7 @@ def test_torch_has_weights_converted_to_bfloat16_if_it_surely_computes_in_that(
     """What has no exact values any more must not serve a forward in float32, such as on a GPU that has no bfloat16."""
     monkeypatch.setattr("services.engines.cpu._ACCELERATORS", accelerators)
     monkeypatch.setattr(torch_spec, "has_bfloat16", lambda: processor_has)
-    monkeypatch.setattr(torch_spec, "resolve", lambda model, report, *, weights: Path(weights))
+    monkeypatch.setattr(torch_spec, "resolve", lambda model, report, *, weights, trusted: Path(weights))
     options = EngineOptions(dtype=dtype, device=device)
     assert TORCH.prepare("model", options, pytest.fail) == Path(weights)
     assert (torch_spec._dtype(options) is Dtype.BFLOAT16) == (weights == "bfloat16"), "and computes in it"

@@ -12,6 +12,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from bridge.errors import UnusableModel
+from services.engines.registry import engine_spec
+from services.engines.spec import EngineOptions
 from services.errors import ChecksumMismatch, ModelNotFound
 from services.store import download
 from services.store.built_in import BUILT_IN, BuiltIn
@@ -254,6 +256,18 @@ def test_only_the_tokenizer_of_a_model_of_the_hub_is_downloaded_to_read_it(
     with pytest.raises(UnusableModel, match=r"lacks \*\.safetensors"):  # which a server needs
         resolve("us/model", ignore, weights="")
     assert "*.safetensors" in asked
+
+
+@pytest.mark.parametrize("engine", ["torch", "habana"])
+def test_a_model_of_the_hub_that_may_run_code_is_refused_before_it_is_downloaded(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def snapshot_download(reference: str, **options: object) -> str:
+        pytest.fail("downloaded")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    with pytest.raises(UnusableModel, match=r"hf download us/model --local-dir .*check its code.*--trust-model"):
+        engine_spec(engine).prepare("us/model", EngineOptions(trusted=True), ignore)
 
 
 def test_a_chat_template_that_is_no_text_is_refused_with_its_file(tmp_path: Path) -> None:

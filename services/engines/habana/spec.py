@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # it loads numpy, which few commands need
 
 
 def _prepare(model: str, options: EngineOptions, report: Report) -> Path:
-    return resolve(model, report)
+    return resolve(model, report, trusted=options.trusted)
 
 
 def _open(path: Path, options: EngineOptions) -> "Engine":

@@ -21,7 +21,8 @@ def _dtype(options: EngineOptions) -> Dtype:
 
 def _prepare(model: str, options: EngineOptions, report: Report) -> Path:
     # Half as much to convert and to read. The engine quantizes weights in memory.
-    return resolve(model, report, weights="bfloat16" if _dtype(options) is Dtype.BFLOAT16 else "float32")
+    weights = "bfloat16" if _dtype(options) is Dtype.BFLOAT16 else "float32"
+    return resolve(model, report, weights=weights, trusted=options.trusted)
 
 
 def _open(path: Path, options: EngineOptions) -> "Engine":
