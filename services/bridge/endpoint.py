@@ -29,6 +29,8 @@ ROLES = {model_pb2.ROLE_DRAFT: "draft", model_pb2.ROLE_TARGET: "target"}
 CHECK_SECONDS = 2.0
 # For comparison, a tokenizer.json with 256,000 ids has 33 MB.
 _TOKENIZER_LIMIT_BYTES, _MAX_TOKENIZER_PIECES = 256 << 20, 1 << 16
+# How long one piece of a tokenizer may take, of which our servers send 256 KiB.
+_PIECE_SECONDS = 60.0
 # Tokenizers to keep, so that a model that returns is connected at once. Models in use keep their own.
 _MAX_TOKENIZERS = 32
 # Chat templates of engines whose processes are kept.
@@ -133,15 +135,7 @@ class ModelReader:
         """Returns the model's tokenizer and why it cannot be a target's, or "". Fetches each checksum once."""
         sha256 = description.tokenizer_sha256
         if sha256 not in self._vocabularies:
-            data, announced, count = bytearray(), "", 0
-            async for piece in stub.GetTokenizer(model_pb2.GetTokenizerRequest(), timeout=60):
-                data += _parsed(piece, address).chunk
-                announced, count = piece.sha256, count + 1
-                if len(data) > _TOKENIZER_LIMIT_BYTES or count > _MAX_TOKENIZER_PIECES:
-                    raise ChecksumMismatch(
-                        f"{address} sends a tokenizer of more than {_TOKENIZER_LIMIT_BYTES} bytes or "
-                        f"{_MAX_TOKENIZER_PIECES} pieces"
-                    )
+            data, announced = await _download(stub, address)
             got = (await asyncio.to_thread(hashlib.sha256, data)).hexdigest()
             if not got == announced == sha256:
                 raise ChecksumMismatch(
@@ -168,6 +162,29 @@ class ModelReader:
                 f"{description.name} at {address}: {error}", **(error.metadata | {"model": description.name})
             ) from error
         return vocabulary, flaw
+
+
+async def _download(stub: "model_pb2_grpc.ModelServiceAsyncStub", address: str) -> tuple[bytearray, str]:
+    """Returns the bytes of a service's tokenizer, and the checksum that it announces for them.
+
+    The whole may take long on a slow network, but not each piece. Raises `ChecksumMismatch` or `Unreachable`.
+    """
+    data, announced, count, now = bytearray(), "", 0, asyncio.get_running_loop().time
+    try:
+        async with asyncio.timeout(_PIECE_SECONDS) as limit:
+            async for piece in stub.GetTokenizer(model_pb2.GetTokenizerRequest()):
+                limit.reschedule(now() + _PIECE_SECONDS)
+                data += _parsed(piece, address).chunk
+                announced, count = piece.sha256, count + 1
+                if len(data) > _TOKENIZER_LIMIT_BYTES or count > _MAX_TOKENIZER_PIECES:
+                    raise ChecksumMismatch(
+                        f"{address} sends a tokenizer of more than {_TOKENIZER_LIMIT_BYTES} bytes or "
+                        f"{_MAX_TOKENIZER_PIECES} pieces"
+                    )
+    except TimeoutError:
+        detail = f"its tokenizer was being loaded, and after {len(data)} bytes nothing came for {_PIECE_SECONDS:.0f} s"
+        raise Unreachable(address, detail) from None
+    return data, announced
 
 
 def excess_of(description: model_pb2.Model) -> tuple[str, int, int] | None:

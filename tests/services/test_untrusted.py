@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import math
 import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -253,6 +254,56 @@ async def test_a_tokenizer_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatc
     async with stranger(b" " * (2 << 20)) as address:
         with pytest.raises(ChecksumMismatch, match="more than 1048576 bytes"):
             await connect(address, as_target=True)
+
+
+async def test_a_tokenizer_of_which_nothing_more_arrives_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stalling(Server):
+        async def GetTokenizer(  # noqa: N802
+            self, request: model_pb2.GetTokenizerRequest, context: object
+        ) -> AsyncIterator[model_pb2.GetTokenizerResponse]:
+            yield model_pb2.GetTokenizerResponse(chunk=b"{")
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(endpoint, "_PIECE_SECONDS", 1.0)
+    async with served(Stalling(b"{}", model_pb2.ROLE_TARGET)) as address:
+        with pytest.raises(Unreachable, match="its tokenizer was being loaded, and after 1 bytes nothing came for 1 s"):
+            await connect(address, as_target=True)
+
+
+class SlowLink:
+    """Sends a tokenizer in four pieces, each of which takes 45 seconds by the clock of the event loop, not really."""
+
+    def __init__(self, content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._content, self._passed = content, 0.0
+        loop = asyncio.get_running_loop()
+        now = loop.time
+        monkeypatch.setattr(loop, "time", lambda: now() + self._passed)
+
+    async def GetTokenizer(  # noqa: N802
+        self, request: model_pb2.GetTokenizerRequest, **options: float
+    ) -> AsyncIterator[model_pb2.GetTokenizerResponse]:
+        size = math.ceil(len(self._content) / 4)
+        for start in range(0, len(self._content), size):
+            self._passed += 45
+            if self._passed > options.get("timeout", math.inf):
+                raise TimeoutError("the time limit of the call is over")
+            last = start + size >= len(self._content)
+            sha256 = hashlib.sha256(self._content).hexdigest() if last else None
+            yield model_pb2.GetTokenizerResponse(chunk=self._content[start : start + size], sha256=sha256)
+
+
+async def test_a_tokenizer_may_take_long_on_a_slow_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def find_flaw(data: bytes) -> str:
+        return ""
+
+    monkeypatch.setattr(endpoint, "find_flaw", find_flaw)
+    content, reader = tokenizer_json("byte_level"), endpoint.ModelReader()
+    model = model_pb2.Model(tokenizer_sha256=hashlib.sha256(content).hexdigest())
+    try:
+        vocabulary, _ = await reader._vocabulary(SlowLink(content, monkeypatch), model, "far:1")  # type: ignore[arg-type]
+        assert vocabulary.sha256 == model.tokenizer_sha256
+    finally:
+        await reader.close()
 
 
 @pytest.mark.parametrize(
