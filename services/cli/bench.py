@@ -35,9 +35,9 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 _SOURCES = {"draft": "draft model", "suffix": "prompt lookup", "learned": "earlier outputs"}
 # Speculation that gains less is not worth a second model: it is within what two runs differ by.
-_WORTH_IT = 1.05
+WORTH_IT = 1.05
 # Below this, the loss is more than what two runs differ by.
-_LOST = 1 / _WORTH_IT
+_LOST = 1 / WORTH_IT
 
 
 class InvalidPrompts(DraftBridgeError, reason="INVALID_PROMPTS"):
@@ -276,17 +276,17 @@ def verdict(samples: Sequence[Sample], draft: str) -> str:
     with_draft = max((way for way in (AUTO, "draft model") if way in ways), key=gain.__getitem__, default="")
     lookup = max((way for way in ("prompt lookup", AUTO)[: 1 if has_draft else 2] if way in ways), key=gain.__getitem__)
     helped = [one for one in samples if one.way == with_draft and _accepted_of(one, "draft")]
-    drafts = bool(helped) and gain[with_draft] >= _WORTH_IT * gain[lookup]
+    drafts = bool(helped) and gain[with_draft] >= WORTH_IT * gain[lookup]
     best = with_draft if drafts else lookup
     if not any(accepted.values()):
         lowest, highest = min(ratios.values()), max(ratios.values())
-        costs = lowest < _LOST and highest < _WORTH_IT  # without candidates, a way can only seem to be faster
+        costs = lowest < _LOST and highest < WORTH_IT  # without candidates, a way can only seem to be faster
         why = f"and speculation costs time here ({lowest:.2f}x)" if costs else "so the times differ by chance"
         return f"Use the target alone: no candidate was accepted, {why}."
-    if gain[best] < _WORTH_IT:
+    if gain[best] < WORTH_IT:
         return f"Use the target alone: speculation gains nothing here ({gain[best]:.2f}x)."
     categories = by(samples, lambda one: one.category)
-    losers = [name for name, some in categories.items() if name and ratio(some, best) < _WORTH_IT]
+    losers = [name for name, some in categories.items() if name and ratio(some, best) < WORTH_IT]
     for_all = f"; it is not worth it for {', '.join(losers)}" if losers and len(losers) < len(categories) else ""
     if drafts:
         how = ' with its candidates alone (sources "draft")' if best == "draft model" else ""

@@ -12,13 +12,14 @@ from typing import Any
 from draftbridge import CallError, Client, Generation
 from draftbridge.security import is_local
 from draftbridge.v1 import bridge_pb2, model_pb2
+from services.cli.bench import WORTH_IT
 from services.version import VERSION
 
 # A message between bridge and service that takes longer than this share of a pass slows every pass down.
 _MAX_ROUND_TRIP_SHARE = 0.2
 # A pass of eight tokens that costs more than this many passes of one makes candidates expensive.
 _STEEP = 3.0
-_LOW_ACCEPTANCE, _WORTH_IT = 0.4, 1.05
+_LOW_ACCEPTANCE = 0.4
 _PROMPT = "Write a short Python function that returns the sum of the even numbers in a list, and explain it."
 _TOKENS, _CHAT_TOKENS, _PINGS = 48, 4, 5
 _CONNECT_SECONDS = 3.0
@@ -327,7 +328,7 @@ def _judge(client: Client, pair: bridge_pb2.Pair, alone: Generation) -> Iterator
     acceptance = statistics.num_accepted_tokens / candidates
     gain = _speed(drafted) / _speed(alone) if _speed(alone) else 0.0
     found = f"{name}: {gain:.2f}x the target alone on a small text, {acceptance:.0%} of candidates accepted"
-    if gain >= _WORTH_IT:
+    if gain >= WORTH_IT:
         yield Finding(Level.GOOD, "drafts", f"{found}: it is worth it")
     elif acceptance < _LOW_ACCEPTANCE:
         remedy = "choose a draft trained on similar text, or leave it out: prompt lookup needs no model"

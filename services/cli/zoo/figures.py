@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from math import exp, log, sqrt
 from statistics import fmean, stdev
 
+from services.cli.bench import WORTH_IT
 from services.cli.zoo.samples import ALONE, AUTO, TURNS, Sample
 
-# A gain below this is not worth a second model: it is within what two runs differ by.
-_WORTH_IT = 1.05
 # 97.5% quantiles of Student's t distribution for 1, 2, ... degrees of freedom, then for many.
 _T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10, 2.09)
 _T_MANY = 1.96 + 0.12
@@ -183,9 +182,9 @@ def _recommended(target: str, ranked: Sequence[PairFigures]) -> str:
     if not ranked:
         return f"{target}: no pair was measured."
     best = ranked[0]
-    gain, others = best.gain, [one for one in ranked[1:] if one.gain.mean >= _WORTH_IT]
+    gain, others = best.gain, [one for one in ranked[1:] if one.gain.mean >= WORTH_IT]
     expected = f"{gain.mean:.2f}x (95% interval {gain.interval}, {_number(gain.count, 'prompt')})"
-    if gain.mean < _WORTH_IT:
+    if gain.mean < WORTH_IT:
         return f"Use {target} alone: the best draft, {best.draft}, reaches {expected}."
     if gain.low is None or gain.low < 1.0:
         return f"Try {best.draft} beside {target}: {expected}; measure more texts before you rely on it."
