@@ -21,6 +21,7 @@ from services.bridge.gateway import Gateway
 from services.bridge.servicer import BridgeServicer
 from services.bridge.zoo import Zoo
 from services.errors import ChecksumMismatch, DraftAway, ModelNotFound, SandboxBusy
+from services.sandbox import tokenizers
 from services.sandbox.tokenizer_selftest import self_test
 from services.sandbox.tokenizers import find_flaw
 from tests.support import families
@@ -322,24 +323,33 @@ async def test_what_is_made_to_break_a_reader_is_refused(content: bytes) -> None
         await find_flaw(content)
 
 
-async def test_a_tokenizer_that_takes_for_ever_is_given_up() -> None:
-    with pytest.raises(TokenizerNotUnderstood, match=r"more than 0\.01 s"):
-        await find_flaw(tokenizer_json("byte_level"), time_limit=0.01)
+async def test_a_tokenizer_that_takes_for_ever_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizers, "CPU_LIMIT_SECONDS", 0.001)
+    with pytest.raises(TokenizerNotUnderstood, match=r"more than 0\.001 s of processor time"):
+        await find_flaw(tokenizer_json("byte_level"))
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_a_tokenizer_whose_process_was_killed_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("script", "problem"),
+    [("kill -9 $$", "for want of memory"), ("exec sleep 600", "no answer within 0.5 s")],
+    ids=["killed", "without processor time"],
+)
+async def test_a_tokenizer_whose_process_was_killed_or_got_no_time_is_read_again(
+    script: str, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     content = tokenizer_json("byte_level")
     with monkeypatch.context() as patched:
-        patched.setattr("services.sandbox.tokenizers.command", lambda *_: ["sh", "-c", "kill -9 $$"])
-        with pytest.raises(SandboxBusy, match=r"cannot read the tokenizer now .*for want of memory"):
+        patched.setattr(tokenizers, "command", lambda *_: ["sh", "-c", script])
+        patched.setattr(tokenizers, "_WAIT_SECONDS", 0.5)
+        with pytest.raises(SandboxBusy, match=f"cannot read the tokenizer now .*{problem}"):
             await find_flaw(content)
         async with stranger(content) as address:
             known = Zoo([], [address])
             try:
                 await known.connect()
                 (status,) = await known.check()
-                assert "for want of memory" in status.problem
+                assert problem in status.problem
                 patched.undo()
                 await asyncio.to_thread(eventually, lambda: known.draft("") is not None)
             finally:
