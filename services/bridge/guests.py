@@ -52,8 +52,13 @@ _OPENING_THREADS = 4
 
 @dataclass(eq=False)
 class _Connection:
-    """The stream of one engine. It is replaced when the same instance of the engine connects again."""
+    """The stream of one engine. It is replaced when the same instance of the engine connects again.
 
+    `name`: that of the client's key and that of the engine. It is kept, because a stream that is cancelled while it
+    sends ends in another task, which has no `CALLER`.
+    """
+
+    name: tuple[str, str]
     instance: int
     task: "asyncio.Task[Any]"
     replaced: bool = False
@@ -74,7 +79,7 @@ class CandidateServicer(candidate_pb2_grpc.CandidateServiceServicer):
         self._zoo, self._limits, self._memory = zoo, limits, memory
         self._metrics, self._budget = metrics, Budget(limits)
         self._tokenizers = GuestTokenizers(zoo.reader, limits.memory_bytes)
-        # By the name of the client's key and that of the engine: a key cannot name the engines of another key.
+        # A key cannot name the engines of another key.
         self._connections: dict[tuple[str, str], _Connection] = {}
         metrics.guest_engines.set_function(lambda: len(self._connections))
         metrics.guest_sequences.set_function(lambda: self._budget.count)
@@ -120,8 +125,8 @@ class CandidateServicer(candidate_pb2_grpc.CandidateServiceServicer):
                 raise EngineNameTaken(opening.engine) from None
         finally:
             stack.close()
-            if self._connections.get(name := (CALLER.get(), opening.engine)) is connection:
-                del self._connections[name]
+            if self._connections.get(connection.name) is connection:
+                del self._connections[connection.name]
 
     def end_streams(self) -> None:
         """Ends the streams of all engines, which would otherwise last until the end of the grace period."""
@@ -173,7 +178,7 @@ class CandidateServicer(candidate_pb2_grpc.CandidateServiceServicer):
                 raise EngineNameTaken(opening.engine)
             before.replaced = True
             before.task.cancel()
-        connection = self._connections[name] = _Connection(opening.instance, task)
+        connection = self._connections[name] = _Connection(name, opening.instance, task)
         return connection
 
     def _guest(self, opening: candidate_pb2.ProposeOpen, vocabulary: Vocabulary) -> Guest:

@@ -1,8 +1,9 @@
 """CandidateService over real streams: engines get candidates in their own ids, and cannot harm the bridge or others."""
 
+import asyncio
 import hashlib
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -12,8 +13,12 @@ import pytest
 from bridge.guest_sequence import GuestSequence
 from draftbridge.candidates import SequenceStep
 from draftbridge.v1 import candidate_pb2, model_pb2
+from services.bridge.guests import CandidateServicer
+from services.bridge.zoo import Zoo
 from services.errors import DraftAway
 from services.guests.budget import GuestLimits
+from services.metrics import BridgeMetrics
+from services.rpc.gate import CALLER
 from tests.support import tiny
 from tests.support.guests import Bridge, Raw, Reciter, client, description, named, opening, recite, running, step
 from tests.support.waiting import eventually
@@ -351,3 +356,21 @@ def test_keys_do_not_share_the_names_of_engines(tmp_path: Path) -> None:
             assert stream.ask(step(1)).step == 1
             stream.close()
         eventually(lambda: not found.servicer._connections)
+
+
+async def test_an_engine_with_a_key_that_vanishes_leaves_its_name() -> None:
+    servicer = CandidateServicer(Zoo([], []), GuestLimits(), BridgeMetrics())
+
+    async def requests() -> AsyncIterator[candidate_pb2.ProposeRequest]:
+        yield opening()
+
+    async def begin() -> AsyncGenerator[candidate_pb2.ProposeResponse, None]:
+        CALLER.set("alice")
+        answers = servicer.Propose(requests(), None)
+        assert (await anext(answers)).opened.wants_tokenizer
+        return answers
+
+    answers = await asyncio.create_task(begin())
+    assert list(servicer._connections) == [("alice", "raw")]
+    await answers.aclose()  # as asyncio does with a call that was cancelled while it sent an answer: in another task
+    assert not servicer._connections
