@@ -142,9 +142,10 @@ class Zoo:
     @property
     def endpoints(self) -> list[Endpoint]:
         """The usable services: targets, then drafts, each in the order of the configuration."""
+        # Metrics call this in another thread: meanwhile, a service may connect or leave.
+        usable = [endpoint for one in self.connections if (endpoint := one.endpoint)]
         owners = self._owners()
-        usable = [one.endpoint for one in self.connections if one.endpoint]
-        return [one for one in usable if owners[one.role, one.model.name].identity == one.identity]
+        return [one for one in usable if owners.get((one.role, one.model.name), one).identity == one.identity]
 
     def _owners(self) -> dict[tuple[model_pb2.Role.ValueType, str], Endpoint]:
         """Returns the services whose models have their names, by role and name: the first that are known."""

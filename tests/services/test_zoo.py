@@ -195,6 +195,35 @@ class Counted:
     endpoint = known
 
 
+class Turning(Counted):
+    """A service that connects after some looks at it, or goes away."""
+
+    def __init__(self, look_count: int, *, connects: bool) -> None:
+        super().__init__(0, model_pb2.ROLE_TARGET)
+        self._look_count, self._connects = look_count, connects
+
+    @property
+    def known(self) -> Endpoint | None:
+        return None if self._connects and not self._turned() else self._endpoint
+
+    @property
+    def endpoint(self) -> Endpoint | None:
+        return self._endpoint if self._turned() == self._connects else None
+
+    def _turned(self) -> bool:
+        self._look_count -= 1
+        return self._look_count < 0
+
+
+@pytest.mark.parametrize("connects", [True, False])
+@pytest.mark.parametrize("look_count", range(5))
+def test_a_service_that_connects_or_goes_away_meanwhile_spoils_no_scrape(look_count: int, connects: bool) -> None:
+    """Metrics look at services in another thread than the one that connects them."""
+    zoo = Zoo([], [])
+    zoo._entries = [SimpleNamespace(connections=[Turning(look_count, connects=connects)])]  # type: ignore[list-item]
+    assert [one.model.name for one in zoo.endpoints] in ([], ["target"])
+
+
 async def test_the_work_for_a_request_grows_no_faster_than_the_zoo() -> None:
     reads = []
     for count in (10, 40):
