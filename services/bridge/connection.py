@@ -146,16 +146,19 @@ class Connection:
 
     async def check(self) -> str:
         """Asks the service for its description now. Returns what is wrong with it, or ""."""
-        if not self.endpoint:
+        before = self.endpoint
+        if before is None:
             return self.problem
-        known = self.endpoint.description
         try:
             description, self.round_trip_ns = await self._describe(CHECK_SECONDS)
         except DraftBridgeError as error:
             return str(error)
-        if _same(description, known):
+        if self.known is not before:  # it was connected anew meanwhile, perhaps after it had described itself here
+            return self.problem
+        if _same(description, before.description):
             return ""
-        problem = f"{known.name} at {self.address} was replaced by another model or tokenizer, which is being connected"
+        name = before.model.name
+        problem = f"{name} at {self.address} was replaced by another model or tokenizer, which is being connected"
         self.on_change(problem)
         return problem
 

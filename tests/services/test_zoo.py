@@ -294,6 +294,22 @@ async def test_a_service_that_leaves_while_it_is_asked_does_not_spoil_the_status
         gateway.zoo._entries = entries
 
 
+async def test_a_description_that_comes_late_does_not_withdraw_the_service_that_was_connected_meanwhile() -> None:
+    async with serving(trained("gpt-2", "new")) as address, bridge([address], []) as gateway:
+        (one,) = gateway.zoo.connections
+        new = one.known
+        assert new
+        one.known = replace(new, description=model_pb2.Model(name="old"))
+
+        async def describe(*_: object, **__: object) -> tuple[model_pb2.Model, int]:
+            one.known = new
+            return new.description, 1
+
+        gateway.zoo.reader.describe = describe  # type: ignore[method-assign]
+        assert await one.check() == ""
+        assert one.endpoint is new
+
+
 async def test_no_other_model_takes_the_place_of_a_target_that_is_away() -> None:
     async with AsyncExitStack() as stack:
         first = AsyncExitStack()
