@@ -54,12 +54,17 @@ class TemplateSandbox:
                 raise _stopping()
             worker = self._workers.pop(template, None) or self._new(template)
             self._workers[template] = worker
-        return text_of(*worker.run(variables, marks, shield))
+            worker.chat_count += 1
+        try:
+            return text_of(*worker.run(variables, marks, shield))
+        finally:
+            with self._lock:
+                worker.chat_count -= 1
 
     def _new(self, template: str) -> "_Worker":
         """Returns the worker of a new template, in the place of an idle one if there are too many."""
         if len(self._workers) >= self._max_templates:
-            idle = next((name for name, worker in self._workers.items() if not worker.busy), None)
+            idle = next((name for name, worker in self._workers.items() if not worker.chat_count), None)
             if idle is None:
                 raise SandboxBusy(f"{self._max_templates} other templates are running")
             self._workers.pop(idle).close()
@@ -74,18 +79,17 @@ class TemplateSandbox:
 
 
 class _Worker:
-    """Runs one template in a process, which is started on demand."""
+    """Runs one template in a process, which is started on demand.
+
+    `chat_count`: the chats that run or are about to, counted by `TemplateSandbox`, so that they keep their worker.
+    """
 
     def __init__(self, template: str, time_limit: float) -> None:
         self._template, self._time_limit = template, time_limit
         self._turn = threading.Lock()
         self._process: _Process | None = None
         self._hung = self._closed = False
-
-    @property
-    def busy(self) -> bool:
-        """Whether the template is running."""
-        return self._turn.locked()
+        self.chat_count = 0
 
     def run(self, variables: Mapping[str, Any], marks: str, shield: Callable[[str], str]) -> tuple[Outcome, str]:
         """Returns how running the template ended, and its text or the reason. Raises as `TemplateSandbox` does."""

@@ -318,6 +318,25 @@ def test_a_running_template_keeps_its_process() -> None:
         assert run(sandbox, "3") == "3"
 
 
+def test_a_chat_that_is_about_to_run_keeps_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_chat, about_to_run, go_on = templates._Worker.run, threading.Event(), threading.Event()
+
+    def wait_and_run(worker: Any, variables: Any, marks: str, shield: Callable[[str], str]) -> Any:
+        if worker._template == "first":
+            about_to_run.set()
+            assert go_on.wait(60)
+        return run_chat(worker, variables, marks, shield)
+
+    monkeypatch.setattr(templates._Worker, "run", wait_and_run)
+    with closing(TemplateSandbox(max_templates=2)) as sandbox, ThreadPoolExecutor() as threads:
+        first = threads.submit(run, sandbox, "first")
+        assert about_to_run.wait(60)
+        for number in (1, 2):
+            assert run(sandbox, f"{number}") == str(number)
+        go_on.set()
+        assert first.result() == "first"
+
+
 def test_a_process_that_reads_nothing_is_stopped_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     # It sleeps until the sandbox ends it.
     script = (
