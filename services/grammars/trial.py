@@ -9,20 +9,19 @@ memory. The process receives a grammar, compiles it for bytes, follows it for so
 import logging
 import os
 import signal
-import socket
-import subprocess
 import threading
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from time import monotonic
 from typing import Any
 
 from bridge.errors import InvalidGrammar
 from bridge.sampling.grammar import Grammar
-from services.child import command
 from services.errors import SandboxBusy
 from services.grammars.byte_matcher import allowed_bytes, byte_tokenizer
 from services.grammars.compiler import check_satisfiable, compile_grammar, invalid, refused
-from services.sandbox.process import confine, environment
+from services.sandbox.answering_process import AnsweringProcess
+from services.sandbox.process import confine
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +33,7 @@ _STACK_LIMIT_BYTES = 1 << 20
 # On a busy machine, the process gets its time later. Starting it takes longest.
 _WAIT_SECONDS = 20.0
 _ENDING_SECONDS = 2.0
+_MAX_ANSWER_BYTES = 1 << 20
 # How a process ends whose grammar exceeds the limits of time, memory and stack.
 _NO_MEMORY_STATUS = 77
 _CAUSED_BY_GRAMMAR = (-signal.SIGPROF, -signal.SIGXCPU, -signal.SIGABRT, -signal.SIGSEGV, _NO_MEMORY_STATUS)
@@ -52,8 +52,7 @@ class GrammarTrial:
     def __init__(self, cpu_limit: float = CPU_LIMIT_SECONDS) -> None:
         self._cpu_limit = cpu_limit
         self._turn = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection[Any, Any] | None = None
+        self._process: AnsweringProcess | None = None
 
     def check(self, grammar: Grammar) -> None:
         """Raises `InvalidGrammar` for a grammar that is invalid or exceeds the limits, `SandboxBusy` if none is tried.
@@ -77,52 +76,32 @@ class GrammarTrial:
             self._discard()
 
     def _ask(self, grammar: Grammar) -> str:
+        deadline = monotonic() + _WAIT_SECONDS
         try:
-            connection = self._started()
-            connection.send(grammar)
-            assert self._process is not None
+            process = self._started()
+            process.send(grammar, deadline)
         except (OSError, EOFError) as error:
             self._discard()
             raise grammar_busy(f"its process does not start, {type(error).__name__} {error}") from error
-        try:
-            if connection.poll(_WAIT_SECONDS):
-                return connection.recv_bytes().decode()
-        except (OSError, EOFError):  # the process is ending; its status gives the reason
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_ENDING_SECONDS)
-        status = self._discard()
+        with suppress(OSError, EOFError):  # the process ends; its status gives the reason
+            return process.receive(_MAX_ANSWER_BYTES, deadline).decode(errors="replace")
+        status = self._discard(_ENDING_SECONDS)
         _log.info("the process that tried a grammar ended with status %s", status)
         if status not in _CAUSED_BY_GRAMMAR:  # an operator or the system ended it, it gave no answer, or cannot run
             raise grammar_busy(f"its process had no processor time, or ended with status {status}")
         limits = f"{self._cpu_limit:g} s or {MEMORY_LIMIT_BYTES >> 20} MiB"
         return str(invalid(grammar, f"is too complex: compiling it takes more than {limits}")).partition(" ")[2]
 
-    def _started(self) -> "Connection[Any, Any]":
-        if self._connection is not None and self._process is not None and self._process.poll() is None:
-            return self._connection
-        self._discard()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._connection = Connection(ours.detach())
-            self._process = subprocess.Popen(
-                command("services.grammars.trial", str(self._cpu_limit)),
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env=environment(),
-            )
-        return self._connection
+    def _started(self) -> AnsweringProcess:
+        if self._process is None or self._process.status is not None:
+            self._discard()
+            self._process = AnsweringProcess("services.grammars.trial", str(self._cpu_limit))
+        return self._process
 
-    def _discard(self) -> int | None:
-        """Ends the process, if there is one, and returns its status."""
-        status = None
-        if self._process is not None:
-            self._process.kill()
-            status = self._process.wait()
-        if self._connection is not None:
-            self._connection.close()
-        self._connection = self._process = None
-        return status
+    def _discard(self, grace: float = 0.0) -> int | None:
+        """Ends the process, if there is one, and returns its status. `grace`: seconds that it has to end by itself."""
+        process, self._process = self._process, None
+        return process.close(grace) if process else None
 
 
 def try_grammar(grammar: Grammar) -> None:

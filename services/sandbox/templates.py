@@ -1,20 +1,14 @@
 """Runs each chat template in its own sandbox process, which is kept for the next chat."""
 
-import os
-import socket
-import struct
-import subprocess
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from multiprocessing.connection import Connection
 from time import monotonic
 from typing import Any
 
-from services.child import command
 from services.errors import SandboxBusy, TemplateLimitExceeded
+from services.sandbox.answering_process import AnsweringProcess
 from services.sandbox.jinja import MAX_TEXT_CHARACTERS, Outcome, text_of
-from services.sandbox.process import environment
 from services.sandbox.template_process import READY, SHIELD
 
 # Published templates take about a millisecond.
@@ -87,7 +81,7 @@ class _Worker:
     def __init__(self, template: str, time_limit: float) -> None:
         self._template, self._time_limit = template, time_limit
         self._turn = threading.Lock()
-        self._process: _Process | None = None
+        self._process: AnsweringProcess | None = None
         self._hung = self._closed = False
         self.chat_count = 0
 
@@ -102,7 +96,7 @@ class _Worker:
                 process = self._started()
                 try:
                     return self._ask(process, variables, marks, shield)
-                except BlockingIOError:
+                except TimeoutError:
                     self._hung = True
                     raise TemplateLimitExceeded("time", f"{self._time_limit:g} s") from None
                 except (EOFError, OSError):
@@ -112,25 +106,29 @@ class _Worker:
             self._turn.release()
 
     def _ask(
-        self, process: "_Process", variables: Mapping[str, Any], marks: str, shield: Callable[[str], str]
+        self, process: AnsweringProcess, variables: Mapping[str, Any], marks: str, shield: Callable[[str], str]
     ) -> tuple[Outcome, str]:
         with ExitStack() as stack:
             stack.callback(self._discard)
-            outcome, text = process.ask(variables, marks, shield)
+            outcome, text = _render(process, variables, marks, shield, monotonic() + self._time_limit)
             self._hung = False
             if outcome in (Outcome.TEXT, Outcome.REFUSED, Outcome.FAILED):
                 stack.pop_all()  # the process can run the next chat
             return outcome, text
 
-    def _started(self) -> "_Process":
+    def _started(self) -> AnsweringProcess:
         if self._process is not None and self._process.status is None:
             return self._process
         self._discard()
         if self._closed:
             raise _stopping()
         try:
-            self._process = _Process(self._time_limit)
-            self._process.prepare(self._template)
+            own_limit = self._time_limit + _OWN_LIMIT_SECONDS
+            self._process = AnsweringProcess("services.sandbox.template_process", str(own_limit))
+            deadline = monotonic() + _START_LIMIT_SECONDS
+            if _receive(self._process, deadline)[0] != READY:
+                raise _garbled()
+            self._process.send(self._template, deadline)
         except (EOFError, OSError) as error:
             self._discard()
             raise SandboxBusy(f"its process does not start, {type(error).__name__} {error}") from error
@@ -154,84 +152,33 @@ def _stopping() -> SandboxBusy:
     return SandboxBusy("its process is stopping")
 
 
-class _Process:
-    """A process that runs one template. Only `kill` may be called while another thread uses the object.
+def _render(
+    process: AnsweringProcess,
+    variables: Mapping[str, Any],
+    marks: str,
+    shield: Callable[[str], str],
+    deadline: float,
+) -> tuple[Outcome, str]:
+    """Returns how running the process's template ended, and its text or the reason."""
+    shielded_characters = 0
+    process.send((dict(variables), marks), deadline)
+    while True:
+        kind, text = _receive(process, deadline)
+        if kind != SHIELD:
+            return _outcome(kind), text
+        shielded_characters += len(text)
+        if shielded_characters > MAX_TEXT_CHARACTERS:
+            return Outcome.TOO_LONG, ""
+        process.send_bytes(shield(text).encode("utf-8", "surrogatepass"), deadline)
 
-    Methods raise `BlockingIOError` if the process takes too long, `EOFError` or another `OSError` if it has ended, and
-    `EOFError` if it answers what the protocol does not allow.
-    """
 
-    def __init__(self, time_limit: float) -> None:
-        self._time_limit = time_limit
-        self._socket, theirs = socket.socketpair()
-        self._connection: Connection[Any, Any] = Connection(os.dup(self._socket.fileno()))
-        with theirs, ExitStack() as stack:
-            stack.callback(self._disconnect)
-            self._popen = subprocess.Popen(
-                command("services.sandbox.template_process", str(time_limit + _OWN_LIMIT_SECONDS)),
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env=environment(),
-            )
-            stack.pop_all()
-
-    @property
-    def status(self) -> int | None:
-        """The exit status; None while the process runs."""
-        return self._popen.poll()
-
-    def prepare(self, template: str) -> None:
-        """Waits until the process has started and sends it the template."""
-        kind, _ = self._receive(monotonic() + _START_LIMIT_SECONDS)
-        if kind != READY:
-            raise _garbled()
-        self._connection.send(template)
-
-    def ask(self, variables: Mapping[str, Any], marks: str, shield: Callable[[str], str]) -> tuple[Outcome, str]:
-        """Returns how running the template ended, and its text or the reason."""
-        deadline = monotonic() + self._time_limit
-        shielded_characters = 0
-        self._limit(socket.SO_SNDTIMEO, self._time_limit)
-        self._connection.send((dict(variables), marks))
-        while True:
-            kind, text = self._receive(deadline)
-            if kind != SHIELD:
-                return _outcome(kind), text
-            shielded_characters += len(text)
-            if shielded_characters > MAX_TEXT_CHARACTERS:
-                return Outcome.TOO_LONG, ""
-            self._connection.send_bytes(shield(text).encode("utf-8", "surrogatepass"))
-
-    def _receive(self, deadline: float) -> tuple[str, str]:
-        if monotonic() >= deadline:  # Linux rounds the limit of a system call up, so messages in a row would have none
-            raise BlockingIOError
-        self._limit(socket.SO_RCVTIMEO, deadline - monotonic())
-        message = self._connection.recv_bytes(_MAX_MESSAGE_BYTES)
-        try:
-            kind, _, text = message.decode("utf-8", "surrogatepass").partition("\n")
-        except UnicodeDecodeError:
-            raise _garbled() from None
-        return kind, text
-
-    def _limit(self, option: int, seconds: float) -> None:
-        """Sets how long a system call may block: at least a microsecond, because 0 means no limit."""
-        interval = divmod(max(1, int(seconds * 1e6)), 1_000_000)
-        self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", *interval))
-
-    def kill(self) -> None:
-        """Kills the process; a call that waits for it fails."""
-        self._popen.kill()
-
-    def close(self) -> None:
-        """Kills the process and closes the connection."""
-        self._popen.kill()
-        self._popen.wait()
-        self._disconnect()
-
-    def _disconnect(self) -> None:
-        self._connection.close()
-        self._socket.close()
+def _receive(process: AnsweringProcess, deadline: float) -> tuple[str, str]:
+    message = process.receive(_MAX_MESSAGE_BYTES, deadline)
+    try:
+        kind, _, text = message.decode("utf-8", "surrogatepass").partition("\n")
+    except UnicodeDecodeError:
+        raise _garbled() from None
+    return kind, text
 
 
 def _outcome(kind: str) -> Outcome:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from bridge.errors import DraftBridgeError, UnusableModel
 from bridge.text.chat import Chat, Message, end_of_turn, render_chat
 from services.errors import SandboxBusy, TemplateLimitExceeded
-from services.sandbox import templates
+from services.sandbox import answering_process, templates
 from services.sandbox.jinja import run_template
 from services.sandbox.templates import TemplateSandbox
 from tests.conftest import CHAT_TEMPLATE
@@ -210,7 +210,7 @@ def test_what_a_process_answers_that_was_taken_over_is_no_bug_of_the_bridge(
         "import multiprocessing.connection as m, os; c = m.Connection(os.dup(0)); "
         f"[(c.send_bytes(one), c.recv()) for one in {answers}]; c.recv()"
     )
-    monkeypatch.setattr(templates, "command", lambda *_: [sys.executable, "-c", script])
+    monkeypatch.setattr(answering_process, "command", lambda *_: [sys.executable, "-c", script])
     error: type[DraftBridgeError] = SandboxBusy if at_start else UnusableModel
     with closing(TemplateSandbox()) as sandbox, pytest.raises(error, match=r"protocol|ended with status -9"):
         sandbox("x", VARIABLES, "", str)
@@ -337,13 +337,27 @@ def test_a_chat_that_is_about_to_run_keeps_its_process(monkeypatch: pytest.Monke
         assert first.result() == "first"
 
 
+def test_a_process_that_answers_byte_by_byte_is_stopped_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = (
+        "import multiprocessing.connection as m, os, time; c = m.Connection(os.dup(0)); "
+        "c.send_bytes(b'ready'); c.recv(); c.recv(); os.write(0, (100).to_bytes(4)); "
+        "[(os.write(0, b'x'), time.sleep(0.1)) for _ in range(99)]; c.recv()"
+    )
+    monkeypatch.setattr(answering_process, "command", lambda *_: [sys.executable, "-c", script])
+    with closing(TemplateSandbox(time_limit=0.3)) as sandbox:
+        started = monotonic()
+        with pytest.raises(TemplateLimitExceeded, match=r"more than 0\.3 s"):
+            run(sandbox, "x")
+        assert monotonic() - started < 8
+
+
 def test_a_process_that_reads_nothing_is_stopped_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     # It sleeps until the sandbox ends it.
     script = (
         "import multiprocessing.connection as m, os, time; c = m.Connection(os.dup(0)); "
         "c.send_bytes(b'ready'); c.recv(); time.sleep(600)"
     )
-    monkeypatch.setattr(templates, "command", lambda *_: [sys.executable, "-c", script])
+    monkeypatch.setattr(answering_process, "command", lambda *_: [sys.executable, "-c", script])
     with (
         closing(TemplateSandbox(time_limit=0.1)) as sandbox,
         pytest.raises(TemplateLimitExceeded, match=r"more than 0\.1 s"),
@@ -352,7 +366,7 @@ def test_a_process_that_reads_nothing_is_stopped_in_time(monkeypatch: pytest.Mon
 
 
 def test_a_process_that_cannot_be_started_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(templates, "command", lambda *_: ["/does/not/exist"])
+    monkeypatch.setattr(answering_process, "command", lambda *_: ["/does/not/exist"])
     open_before = psutil.Process().num_fds()
     with closing(TemplateSandbox()) as sandbox, pytest.raises(SandboxBusy, match="does not start") as caught:
         run(sandbox, "x")

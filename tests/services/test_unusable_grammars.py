@@ -20,6 +20,7 @@ from services.grammars.byte_matcher import ByteMatcher, byte_tokenizer
 from services.grammars.compiler import compile_grammar
 from services.grammars.growth import resident_bytes
 from services.grammars.trial import GrammarTrial, try_grammar
+from services.sandbox import answering_process
 from tests.support import grammars as support
 from tests.support import tiny
 from tests.support.waiting import eventually
@@ -200,7 +201,7 @@ def test_a_process_that_ends_between_two_grammars_is_replaced() -> None:
         trial.check(support.GRAMMARS["regex"])
         assert trial._process is not None
         trial._process.kill()
-        trial._process.wait()
+        eventually(lambda: trial._process is not None and trial._process.status is not None)
         trial.check(support.GRAMMARS["regex"])
 
 
@@ -212,14 +213,14 @@ def test_a_trial_that_is_killed_says_nothing_of_its_grammar(number: int) -> None
         tried = thread.submit(trial.check, hangs)
         eventually(lambda: trial._process is not None)
         assert trial._process is not None
-        trial._process.send_signal(number)
+        trial._process._popen.send_signal(number)
         with pytest.raises(SandboxBusy, match="try the grammar now"):
             tried.result()
         trial.check(support.GRAMMARS["regex"])
 
 
 def test_a_trial_that_cannot_start_says_nothing_of_its_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.grammars.trial.command", lambda *_: [sys.executable, "-c", "import no_such_module"])
+    monkeypatch.setattr(answering_process, "command", lambda *_: [sys.executable, "-c", "import no_such_module"])
     with support.tried() as trial, pytest.raises(SandboxBusy, match="ended with status 1"):
         trial.check(support.GRAMMARS["regex"])
 
