@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from llguidance import LLMatcher
 
 from bridge.errors import InvalidField, InvalidGrammar
 from bridge.sampling.grammar import Grammar
-from bridge.sampling.sampler import SamplingParameters
 from bridge.text.models import Model
 from services.grammars.byte_matcher import ByteMatcher, byte_tokenizer
 from services.grammars.compiler import compile_grammar
@@ -28,8 +26,6 @@ _KNOWN_BYTES, _ENTRY_BYTES = 16 << 20, 1000
 _MAX_WAITING = 32
 # A grammar that takes more processor time to compile is slow. Ordinary ones take milliseconds.
 _SLOW_SECONDS = 0.1
-# Matchers that are compiled for requests which have not opened them, up to 35 MB each.
-_MAX_FRESH = 8
 
 # A grammar compiled for bytes and, by a model's server, for its tokens.
 _Compiled = tuple[LLMatcher, ...]
@@ -60,22 +56,23 @@ class _Store:
         self._trying, self._compiling = ThreadPoolExecutor(1, "grammar-trials"), ThreadPoolExecutor(1, "grammars")
         self._waiting: dict[Grammar, Future[_Verdict]] = {}
         self._slow_count = 0
-        self._fresh: deque[tuple[Grammar, _Compiled]] = deque(maxlen=_MAX_FRESH)
 
-    async def prepare(self, grammar: Grammar) -> None:
-        """Compiles a grammar in a thread, unless it is known to be refused. Raises `SandboxBusy`."""
-        if self._verdict(grammar) is None:
-            if (future := self._waiting.get(grammar)) is None:
-                if len(self._waiting) >= _MAX_WAITING:
-                    raise grammar_busy(f"{len(self._waiting)} others are waiting")
-                self._waiting[grammar] = future = self._submit(self._trying, self._try, grammar)
-                future.add_done_callback(lambda _: self._waiting.pop(grammar))
-            tried = asyncio.wrap_future(future)
-            tried.add_done_callback(lambda one: one.cancelled() or one.exception())  # else asyncio logs an unread error
-            await asyncio.shield(tried)  # others may wait for it when this request is cancelled
-        if (verdict := self._verdict(grammar)) and not verdict.error:
-            compile_it = self._compile_slowly if verdict.slow else self._compile
-            self._fresh.append((grammar, await compile_it(grammar)))
+    async def matchers(self, grammar: Grammar) -> _Compiled:
+        """Returns new matchers at the start of a grammar. Raises `InvalidGrammar` or `SandboxBusy`."""
+        verdict = self._verdict(grammar) or await self._tried(grammar)
+        if verdict.error:
+            raise InvalidGrammar(grammar.field, str(verdict.error).partition(" ")[2])
+        return await (self._compile_slowly if verdict.slow else self._compile)(grammar)
+
+    async def _tried(self, grammar: Grammar) -> _Verdict:
+        if (future := self._waiting.get(grammar)) is None:
+            if len(self._waiting) >= _MAX_WAITING:
+                raise grammar_busy(f"{len(self._waiting)} others are waiting")
+            self._waiting[grammar] = future = self._submit(self._trying, self._try, grammar)
+            future.add_done_callback(lambda _: self._waiting.pop(grammar))
+        tried = asyncio.wrap_future(future)
+        tried.add_done_callback(lambda one: one.cancelled() or one.exception())  # else asyncio logs an unread error
+        return await asyncio.shield(tried)  # others may wait for it when this request is cancelled
 
     async def _compile(self, grammar: Grammar) -> _Compiled:
         return await asyncio.wrap_future(self._submit(self._compiling, self._compile_one, grammar))
@@ -88,17 +85,6 @@ class _Store:
             return await asyncio.wrap_future(self._submit(self._trying, self._compile_one, grammar))
         finally:
             self._slow_count -= 1
-
-    def matchers(self, grammar: Grammar) -> _Compiled:
-        """Returns new matchers at the start of a prepared grammar. Raises `InvalidGrammar`."""
-        verdict = self._verdict(grammar) or self._try(grammar)
-        if verdict.error:
-            raise InvalidGrammar(grammar.field, str(verdict.error).partition(" ")[2])
-        for place, (one, compiled) in enumerate(self._fresh):
-            if one == grammar:
-                del self._fresh[place]
-                return compiled
-        return self._compile_one(grammar)
 
     def close(self) -> None:
         """Ends the threads and the trial's process. Grammars that wait are not tried, which would start another one."""
@@ -139,7 +125,7 @@ class _Store:
 
 
 class TokenGrammars:
-    """Opens matchers over the tokens of a model. Call `prepare` first, which does the work that takes time."""
+    """Opens matchers over the tokens of a model, after compiling each in a thread."""
 
     def __init__(self, model: Model, trial: GrammarTrial | None = None) -> None:
         self._model = model
@@ -148,26 +134,21 @@ class TokenGrammars:
         self._tokenizer: GrammarTokenizer | None = None
         self._byte_tokenizer = byte_tokenizer()
 
-    async def prepare(self, sampling: SamplingParameters) -> None:
-        """Compiles the grammar of the parameters, if they have one. Raises `SandboxBusy`."""
-        if sampling.grammar:
-            await self._store.prepare(sampling.grammar)
-
-    def open(self, grammar: Grammar, ends: frozenset[int]) -> TokenMatcher:
+    async def open(self, grammar: Grammar, ends: frozenset[int]) -> TokenMatcher:
         """Returns a matcher for a target, whose texts end with one of `ends`.
 
-        Raises `InvalidGrammar`, and `InvalidField` if the model has none of `ends`.
+        Raises `InvalidGrammar`, `SandboxBusy`, and `InvalidField` if the model has none of `ends`.
         """
         known = frozenset(id_ for id_ in ends if self._model.has(id_))
         if not known:
             raise InvalidField("sampling.stop_token_ids", "set, because this model has no end-of-text token", "none")
-        matcher, byte_matcher = self._store.matchers(grammar)
+        matcher, byte_matcher = await self._store.matchers(grammar)
         return TokenMatcher(matcher, byte_matcher, grammar, self._made_tokenizer(), known, self._model.name)
 
-    def open_draft(self, grammar: Grammar) -> TextMatcher:
-        """Returns a matcher for a draft. Raises `InvalidGrammar`."""
+    async def open_draft(self, grammar: Grammar) -> TextMatcher:
+        """Returns a matcher for a draft. Raises `InvalidGrammar` or `SandboxBusy`."""
         ends = frozenset(id_ for id_ in self._model.special_ids.eos if self._model.has(id_))
-        matcher, _ = self._store.matchers(grammar)
+        matcher, _ = await self._store.matchers(grammar)
         return TextMatcher(matcher, grammar, self._made_tokenizer(), ends, self._model.name)
 
     def close(self) -> None:
@@ -193,8 +174,7 @@ class ByteGrammars:
 
     async def open(self, grammar: Grammar) -> ByteMatcher:
         """Returns a matcher at the start of a text. Raises `InvalidGrammar` or `SandboxBusy`."""
-        await self._store.prepare(grammar)
-        return ByteMatcher(*self._store.matchers(grammar))
+        return ByteMatcher(*await self._store.matchers(grammar))
 
     def close(self) -> None:
         """Ends the threads and the process that compile grammars."""

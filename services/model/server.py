@@ -28,7 +28,7 @@ from services.grammars.store import TokenGrammars
 from services.metrics import ModelMetrics
 from services.model.draft.servicer import DraftServicer
 from services.model.draft.session import DraftSession
-from services.model.draft.suffix import SuffixModel
+from services.model.draft.suffix import SuffixModel, SuffixSession
 from services.model.health import ModelHealth
 from services.model.host import LoadedModel, load
 from services.model.servicer import ModelServicer, describe
@@ -203,13 +203,16 @@ def _run_suffix_server(
         server_version=VERSION,
     )
 
+    async def draft(sampling: SamplingParameters, seed: int) -> SuffixSession:
+        return suffix.open()
+
     async def serve() -> None:
         stop = stop_event(until_stdin_closes)
         server = Server(config.listen, config, insight)
         _register(
             server,
             ModelServicer(description, suffix.tokenizer_json),
-            DraftServicer(suffix.model, lambda sampling, seed: suffix.open()),
+            DraftServicer(suffix.model, draft),
             TargetServicer(suffix.model, None),
         )
         await server.run_until(stop, on_start)
@@ -222,22 +225,22 @@ def register(server: Server, loaded: LoadedModel, role: Role) -> TokenGrammars:
 
     grammars = TokenGrammars(loaded.model)
 
-    def draft(sampling: SamplingParameters, seed: int) -> DraftSession:
+    async def draft(sampling: SamplingParameters, seed: int) -> DraftSession:
         sampler = loaded.sampler(sampling, seed, confident=True)
-        matcher = grammars.open_draft(sampling.grammar) if sampling.grammar else None
+        matcher = await grammars.open_draft(sampling.grammar) if sampling.grammar else None
         return DraftSession(loaded.model, loaded.scheduler, sampler, matcher)
 
-    def target(sampling: SamplingParameters, seed: int, logprobs: int | None) -> TargetSession:
+    async def target(sampling: SamplingParameters, seed: int, logprobs: int | None) -> TargetSession:
         sampler = loaded.sampler(sampling, seed, logprobs)
-        matcher = grammars.open(sampling.grammar, sampler.ends) if sampling.grammar else None
+        matcher = await grammars.open(sampling.grammar, sampler.ends) if sampling.grammar else None
         return TargetSession(loaded.model, loaded.scheduler, sampler, matcher=matcher)
 
     number = {Role.DRAFT: model_pb2.ROLE_DRAFT, Role.TARGET: model_pb2.ROLE_TARGET, Role.BOTH: model_pb2.ROLE_BOTH}
     _register(
         server,
         ModelServicer(describe(loaded, number[role]), loaded.files.tokenizer_json),
-        DraftServicer(loaded.model, draft if role in (Role.DRAFT, Role.BOTH) else None, grammars.prepare),
-        TargetServicer(loaded.model, target if role in (Role.TARGET, Role.BOTH) else None, grammars.prepare),
+        DraftServicer(loaded.model, draft if role in (Role.DRAFT, Role.BOTH) else None),
+        TargetServicer(loaded.model, target if role in (Role.TARGET, Role.BOTH) else None),
     )
     return grammars
 

@@ -9,26 +9,20 @@ from bridge.errors import ProtocolViolation
 from bridge.sampling.sampler import SamplingParameters
 from bridge.text.models import Model
 from services.errors import ModelChanged, ModelNotFound, RoleNotServed
-
-# Prepares for sessions with these sampling parameters.
-Prepare = Callable[[SamplingParameters], Awaitable[None]]
+from services.rpc import limits
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 class RoleServicer(Generic[T]):
-    """Serves one model in one role. `open_session` opens a session; None if the server does not serve the role.
-
-    `prepare` is awaited before a session opens, for work that takes time.
-    """
+    """Serves one model in one role. `open_session` opens a session; None if the server does not serve the role."""
 
     role: ClassVar[str]
 
-    def __init__(self, model: Model, open_session: T | None, prepare: Prepare | None = None) -> None:
+    def __init__(self, model: Model, open_session: T | None) -> None:
         self._model = model
         self._open_session = open_session
-        self._prepare = prepare or _nothing
 
     @property
     def serves(self) -> bool:
@@ -42,9 +36,14 @@ class RoleServicer(Generic[T]):
             raise RoleNotServed("this server", self._model.name, self.role)
         return self._open_session
 
+    async def read_opening(self, requests: AsyncIterator[Any]) -> tuple[Any, SamplingParameters]:
+        """Returns the open message of a stream, and its sampling parameters.
 
-async def _nothing(sampling: SamplingParameters) -> None:
-    pass
+        Raises `ProtocolViolation`, `ModelNotFound`, `ModelChanged` or `InvalidField`.
+        """
+        opening = (await first_message(requests)).open
+        check_model(opening.model, opening.tokenizer_sha256, self._model)
+        return opening, limits.read_sampling(opening.sampling, self._model)
 
 
 async def first_message(requests: AsyncIterator[R]) -> R:

@@ -8,7 +8,6 @@ import pytest
 
 from bridge.errors import InvalidGrammar
 from bridge.sampling.grammar import Grammar, GrammarKind
-from bridge.sampling.sampler import SamplingParameters
 from services.errors import SandboxBusy
 from services.grammars.store import TokenGrammars
 from services.grammars.trial import grammar_busy
@@ -29,11 +28,9 @@ async def test_a_grammar_is_tried_once_and_an_error_kept() -> None:
     store = TokenGrammars(tiny.model("byte_level"), Counting())
     good, bad = Grammar(GrammarKind.REGEX, "a+"), Grammar(GrammarKind.REGEX, "bad")
     for _ in range(3):
-        await store.prepare(SamplingParameters(grammar=good))
-        store.open(good, frozenset({2}))
-        await store.prepare(SamplingParameters(grammar=bad))
+        await store.open(good, frozenset({2}))
         with pytest.raises(InvalidGrammar, match=r"^sampling.regex is bad$"):
-            store.open(bad, frozenset({2}))
+            await store.open(bad, frozenset({2}))
     assert tried == [good, bad]
 
 
@@ -53,8 +50,8 @@ class Slow(support.Untried):
 async def test_a_store_that_is_closed_tries_no_more() -> None:
     trial = Slow()
     store = TokenGrammars(tiny.model("byte_level"), trial)
-    grammars = [SamplingParameters(grammar=Grammar(GrammarKind.REGEX, "a" * count)) for count in range(1, 6)]
-    waiting = [asyncio.create_task(store.prepare(one)) for one in grammars]
+    grammars = [Grammar(GrammarKind.REGEX, "a" * count) for count in range(1, 6)]
+    waiting = [asyncio.create_task(store.open_draft(one)) for one in grammars]
     await asyncio.to_thread(eventually, lambda: bool(trial.tried))
     store.close()
     trial.may_end.set()
@@ -66,16 +63,16 @@ async def test_a_store_that_is_closed_tries_no_more() -> None:
 async def test_requests_for_one_new_grammar_wait_for_the_same_trial() -> None:
     trial = Slow()
     store = TokenGrammars(tiny.model("byte_level"), trial)
-    grammars = [SamplingParameters(grammar=Grammar(GrammarKind.REGEX, f"a{place}")) for place in range(33)]
-    waiting = [asyncio.create_task(store.prepare(grammars[0])) for _ in range(50)]
-    others = [asyncio.create_task(store.prepare(one)) for one in grammars[1:]]
+    grammars = [Grammar(GrammarKind.REGEX, f"a{place}") for place in range(33)]
+    waiting = [asyncio.create_task(store.open_draft(grammars[0])) for _ in range(50)]
+    others = [asyncio.create_task(store.open_draft(one)) for one in grammars[1:]]
     await asyncio.sleep(0)
     with pytest.raises(SandboxBusy, match="32 others are waiting"):
         await others.pop()  # the 33rd grammar, not the 33rd request
     waiting.pop().cancel()
     trial.may_end.set()
     await asyncio.gather(*waiting, *others)
-    assert trial.tried == [one.grammar for one in grammars[:32]]
+    assert trial.tried == grammars[:32]
     store.close()
 
 
@@ -83,13 +80,13 @@ async def test_a_known_grammar_does_not_wait_for_the_trials_of_others() -> None:
     trial = Slow()
     trial.may_end.set()
     store = TokenGrammars(tiny.model("byte_level"), trial)
-    known, new = (SamplingParameters(grammar=Grammar(GrammarKind.REGEX, text)) for text in "ab")
-    await store.prepare(known)
+    known, new = (Grammar(GrammarKind.REGEX, text) for text in "ab")
+    await store.open_draft(known)
     trial.may_end.clear()
-    trying = asyncio.create_task(store.prepare(new))
+    trying = asyncio.create_task(store.open_draft(new))
     await asyncio.sleep(0)
     async with asyncio.timeout(30):
-        await store.prepare(known)
+        await store.open_draft(known)
     assert not trying.done()
     trial.may_end.set()
     await trying
@@ -100,23 +97,23 @@ async def test_a_grammar_that_compiles_slowly_delays_only_new_and_slow_ones(monk
     trial = Slow()
     trial.may_end.set()
     store = TokenGrammars(tiny.model("byte_level"), trial)
-    slow, fast, new = (SamplingParameters(grammar=Grammar(GrammarKind.REGEX, text)) for text in "abc")
+    slow, fast, new = (Grammar(GrammarKind.REGEX, text) for text in "abc")
     monkeypatch.setattr("services.grammars.store._SLOW_SECONDS", -1.0)
-    await store.prepare(slow)
+    await store.open_draft(slow)
     monkeypatch.setattr("services.grammars.store._SLOW_SECONDS", 60.0)
-    await store.prepare(fast)
+    await store.open_draft(fast)
     trial.may_end.clear()
-    trying = asyncio.create_task(store.prepare(new))
+    trying = asyncio.create_task(store.open_draft(new))
     await asyncio.sleep(0)
-    waiting = [asyncio.create_task(store.prepare(slow)) for _ in range(33)]
+    waiting = [asyncio.create_task(store.open_draft(slow)) for _ in range(33)]
     async with asyncio.timeout(30):
-        await store.prepare(fast)
+        await store.open_draft(fast)
         with pytest.raises(SandboxBusy, match="32 others are waiting"):
             await waiting.pop()
     assert not any(one.done() for one in waiting)
     trial.may_end.set()
     await asyncio.gather(trying, *waiting)
-    await store.prepare(slow)
+    await store.open_draft(slow)
     store.close()
 
 
@@ -130,8 +127,8 @@ async def test_a_trial_that_fails_after_its_request_is_not_logged_and_a_stopped_
     asyncio.get_running_loop().set_exception_handler(lambda _, context: unread.append(context))
     trial = Failing()
     store = TokenGrammars(tiny.model("byte_level"), trial)
-    sampling = SamplingParameters(grammar=Grammar(GrammarKind.REGEX, "a"))
-    request = asyncio.create_task(store.prepare(sampling))
+    grammar = Grammar(GrammarKind.REGEX, "a")
+    request = asyncio.create_task(store.open_draft(grammar))
     await asyncio.sleep(0)
     request.cancel()
     await asyncio.wait([request])
@@ -142,7 +139,7 @@ async def test_a_trial_that_fails_after_its_request_is_not_logged_and_a_stopped_
     assert not unread
     store.close()
     with pytest.raises(SandboxBusy, match="is stopping"):
-        await store.prepare(sampling)
+        await store.open_draft(grammar)
 
 
 async def test_grammars_are_forgotten_by_the_memory_that_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +149,6 @@ async def test_grammars_are_forgotten_by_the_memory_that_they_take(monkeypatch: 
     store = TokenGrammars(tiny.model("byte_level"), trial)
     small, large, other = Grammar.choice(["a"]), Grammar.choice(["a" * 1000]), Grammar.choice(["b" * 1000])
     for grammar in (small, large, small, large, other, small):
-        await store.prepare(SamplingParameters(grammar=grammar))
-        store.open(grammar, frozenset({2}))
+        await store.open(grammar, frozenset({2}))
     assert trial.tried == [small, large, other, small]
     store.close()

@@ -54,7 +54,7 @@ async def together(
     logprobs = options.pop("logprobs", None)
     scheduler, sampler = tiny.scheduler(engine), tiny.sampler(target, temperature, **options)
     sampler = replace(sampler, logprobs=logprobs)
-    matcher = support.grammars(target).open(grammar, sampler.ends)
+    matcher = support.Grammars(target).open(grammar, sampler.ends)
     draft = tiny.model(draft_kind) if draft_kind else None
     drafting = tiny.scheduler(tiny.HashEngine(draft, 1)) if draft else None
     request = Request(PROMPT, max_tokens=count, stop=stop, logprobs=logprobs, speculation=SpeculationParameters(mode))
@@ -62,7 +62,7 @@ async def together(
     try:
         drafter = None
         if draft and drafting:
-            draft_matcher = support.grammars(draft).open_draft(grammar)
+            draft_matcher = support.Grammars(draft).open_draft(grammar)
             drafter = DraftSession(draft, drafting, tiny.sampler(draft, temperature), draft_matcher)
         with closing(TargetSession(target, scheduler, sampler, matcher=matcher)) as session:
             events = generate(
@@ -181,7 +181,7 @@ async def test_forced_bytes_are_candidates_and_named() -> None:
 async def test_what_the_grammar_refuses_costs_no_width(cut_otherwise: bool) -> None:
     target = tiny.model("byte_level")
     scheduler, sampler = tiny.scheduler(tiny.HashEngine(target)), tiny.sampler(target)
-    matcher = support.grammars(target).open(Grammar.choice(["the quick brown fox"]), sampler.ends)
+    matcher = support.Grammars(target).open(Grammar.choice(["the quick brown fox"]), sampler.ends)
     prompt = render(Request(PROMPT), target, target).ids
     right = target.vocabulary.pieces(b"the quick brown fox").ids
     # The right bytes in other tokens than the tokenizer's own cannot be chosen, either.
@@ -206,7 +206,7 @@ async def test_logits_are_computed_only_where_there_is_a_choice(logprobs: int | 
     scheduler, sampler = tiny.scheduler(engine), replace(tiny.sampler(target), logprobs=logprobs)
     forward = engine.forward
     engine.forward = lambda batch: (rows.extend(batch), forward(batch))[1]  # type: ignore[method-assign, func-returns-value]
-    matcher = support.grammars(target).open(Grammar.choice(["the quick fox", "the quick dog"]), sampler.ends)
+    matcher = support.Grammars(target).open(Grammar.choice(["the quick fox", "the quick dog"]), sampler.ends)
     prompt = render(Request(PROMPT), target, target).ids
     right = target.vocabulary.pieces(b"the quick ").ids[:3]
     try:
@@ -228,7 +228,7 @@ async def test_a_text_goes_on_after_a_move_to_another_replica() -> None:
     scheduler, sampler = tiny.scheduler(tiny.HashEngine(target, 2)), tiny.sampler(target, 0.7)
     half = expected[: len(expected) // 2]
     offset = len(target.vocabulary.spell(half))
-    matcher, ids = support.grammars(target).open(grammar, sampler.ends), list(half)
+    matcher, ids = support.Grammars(target).open(grammar, sampler.ends), list(half)
     try:
         with closing(TargetSession(target, scheduler, sampler, matcher=matcher)) as session:
             await session.run(Run(0, (*prompt, *half), offset, 0, 80 - len(half), 0, len(half)))
@@ -251,7 +251,7 @@ async def test_no_pass_reports_more_cached_tokens_than_its_sequence_has() -> Non
     found = []
     try:
         for _ in range(2):
-            matcher = support.grammars(target).open(grammar, sampler.ends)
+            matcher = support.Grammars(target).open(grammar, sampler.ends)
             with closing(TargetSession(target, scheduler, sampler, matcher=matcher)) as session:
                 await session.run(Run(0, tuple(prompt), 0, 0, 12, 0, 0))
                 await session.candidates(Candidates(1, len(prompt), certain, 12))
@@ -269,7 +269,7 @@ async def test_no_pass_reports_more_cached_tokens_than_its_sequence_has() -> Non
 @pytest.mark.parametrize("kind", tiny.KINDS)
 def test_control_tokens_and_ids_without_bytes_are_never_allowed(kind: str) -> None:
     model = tiny.model(kind)
-    matcher = support.grammars(model).open(Grammar(GrammarKind.REGEX, "(?s:.*)"), frozenset({2}))
+    matcher = support.Grammars(model).open(Grammar(GrammarKind.REGEX, "(?s:.*)"), frozenset({2}))
     allowed = matcher.allowed()
     empty = [id_ for id_, data in enumerate(model.vocabulary.tokens) if not data]
     assert [id_ for id_ in empty if allowed[id_]] == [2]
@@ -278,7 +278,7 @@ def test_control_tokens_and_ids_without_bytes_are_never_allowed(kind: str) -> No
 
 def test_what_must_follow_is_found_without_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.model("byte_level")
-    matcher = support.grammars(model).open(support.GRAMMARS["schema"], frozenset({2}))
+    matcher = support.Grammars(model).open(support.GRAMMARS["schema"], frozenset({2}))
     ids = model.vocabulary.pieces(b'{"name": ').ids
     monkeypatch.setattr(GrammarPosition, "allowed", None)
     assert matcher.certain(ids)[0] >= len(ids) - 1
@@ -293,7 +293,7 @@ def test_white_space_may_be_flexible() -> None:
 
 def test_an_excursion_comes_back() -> None:
     model = tiny.model("sentencepiece")
-    matcher = support.grammars(model).open(support.GRAMMARS["schema"], frozenset({2}))
+    matcher = support.Grammars(model).open(support.GRAMMARS["schema"], frozenset({2}))
     ids = model.vocabulary.pieces('{"name": "é🎉", "tags": ["öl"], "age": 5}'.encode()).ids
     before = [matcher.allowed()]
     for id_ in ids:
@@ -311,7 +311,7 @@ def test_an_excursion_comes_back() -> None:
 
 def test_a_draft_finds_its_position_by_bytes() -> None:
     model = tiny.model("byte_level")
-    matcher = support.grammars(model).open_draft(support.GRAMMARS["schema"])
+    matcher = support.Grammars(model).open_draft(support.GRAMMARS["schema"])
     assert matcher.seek(b'{"name": "Jo')
     inside = matcher.allowed()
     matcher.advance(model.vocabulary.pieces(b'hn", "ta').ids)
@@ -326,7 +326,7 @@ async def test_a_draft_proposes_nothing_that_cannot_be() -> None:
     prompt = draft.vocabulary.pieces(PROMPT.encode(), whole=True).ids
     begun = b'{"name": "x", "ta'
     try:
-        matcher = support.grammars(draft).open_draft(grammar)
+        matcher = support.Grammars(draft).open_draft(grammar)
         with closing(DraftSession(draft, scheduler, tiny.sampler(draft, 1.5), matcher)) as session:
             context = (*prompt, *draft.vocabulary.pieces(begun).ids)
             await session.sync(Sync(1, 0, context, len(begun), 60, batch_token_count=60))

@@ -279,11 +279,11 @@ async def test_a_flood_is_held_up_at_its_source(role: str) -> None:
     engine = StalledEngine(model)
     scheduler, sessions = tiny.scheduler(engine), []
 
-    def open_target(sampling: SamplingParameters, seed: int, logprobs: int | None) -> TargetSession:
+    async def open_target(sampling: SamplingParameters, seed: int, logprobs: int | None) -> TargetSession:
         sessions.append(CountingTarget(model, scheduler, tiny.sampler(model)))
         return sessions[-1]
 
-    def open_draft(sampling: SamplingParameters, seed: int) -> DraftSession:
+    async def open_draft(sampling: SamplingParameters, seed: int) -> DraftSession:
         sessions.append(CountingDraft(model, scheduler, tiny.sampler(model)))
         return sessions[-1]
 

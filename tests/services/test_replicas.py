@@ -80,7 +80,7 @@ async def test_a_replica_whose_forward_hangs_hands_its_requests_on() -> None:
     schedulers = [tiny.scheduler(hanging), tiny.scheduler(tiny.HashEngine(model))]
 
     def serving(scheduler: Scheduler) -> AbstractAsyncContextManager[str]:
-        def open_session(sampling: SamplingParameters, seed: int, logprobs: int | None) -> TargetSession:
+        async def open_session(sampling: SamplingParameters, seed: int, logprobs: int | None) -> TargetSession:
             return TargetSession(model, scheduler, tiny.sampler(model))
 
         return in_process(TargetServicer(model, open_session), DraftServicer(model, None))

@@ -245,7 +245,7 @@ def test_limits_on_time_hold_where_the_library_has_none() -> None:
 def test_a_step_is_short_where_a_grammar_forces_millions_of_bytes(kind: GrammarKind, text: str, start: bytes) -> None:
     model, grammar = tiny.model("byte_level"), Grammar(kind, text)
     byte_matcher = ByteMatcher(compile_grammar(byte_tokenizer(), grammar))
-    matcher = support.grammars(model).open(grammar, frozenset({2}))
+    matcher = support.Grammars(model).open(grammar, frozenset({2}))
     matcher.advance(model.vocabulary.pieces(start).ids)
     byte_matcher.commit(start)
     started = process_time()
@@ -299,7 +299,7 @@ def test_rules_that_are_nested_deeply_are_refused_before_they_overflow_a_thread(
 def test_a_grammar_does_not_wear_out() -> None:
     """Copies of a matcher share an automaton, in which each text leaves states."""
     model = tiny.model("byte_level")
-    store = support.grammars(model)
+    store = support.Grammars(model)
     grammar = support.schema({"type": "string", "maxLength": 6000})
     texts = [("the quick brown " * 400)[: 5900 - place] for place in range(4)]
     for text in (*texts, "short"):
@@ -315,7 +315,7 @@ def test_the_memory_of_a_text_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("services.grammars.growth.resident_bytes", lambda: next(sizes))
     model, grammar = tiny.model("byte_level"), Grammar(GrammarKind.REGEX, "(abc)*")
     ids = [model.vocabulary.byte_ids[byte] for byte in b"abc" * 10]
-    store = support.grammars(model)
+    store = support.Grammars(model)
     for matcher in (store.open(grammar, frozenset({2})), store.open_draft(grammar)):
         with pytest.raises(InvalidGrammar, match=r"is too complex: it takes more than 128 MiB after b'abc.*: use the"):
             for id_ in ids:
@@ -349,4 +349,4 @@ def test_parameters_that_contradict_a_grammar_are_refused() -> None:
     with pytest.raises(InvalidField, match="lone surrogate"):
         SamplingParameters(grammar=Grammar.choice(["\ud800"])).checked()
     with pytest.raises(InvalidField, match="end-of-text"):
-        support.grammars(tiny.model("byte_level")).open(grammar, frozenset())
+        support.Grammars(tiny.model("byte_level")).open(grammar, frozenset())

@@ -1,15 +1,21 @@
 """Grammars for tests, and the slow oracle: the target alone, with a new matcher at every position."""
 
+import asyncio
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from bridge.sampling.grammar import Grammar, GrammarKind
 from bridge.sampling.sampler import History, Sampler
 from bridge.text.models import Model
 from services.grammars.store import TokenGrammars
+from services.grammars.token_matcher import TextMatcher, TokenMatcher
 from services.grammars.trial import GrammarTrial
 from tests.support import tiny
+
+T = TypeVar("T")
 
 PERSON = {
     "type": "object",
@@ -44,9 +50,24 @@ class Untried(GrammarTrial):
         """See `GrammarTrial`."""
 
 
-def grammars(model: Model) -> TokenGrammars:
-    """Returns the grammars of a model, without trials."""
-    return TokenGrammars(model, Untried())
+class Grammars:
+    """Opens matchers as `TokenGrammars` does, without trials, and without an event loop."""
+
+    def __init__(self, model: Model) -> None:
+        self._grammars = TokenGrammars(model, Untried())
+
+    def open(self, grammar: Grammar, ends: frozenset[int]) -> TokenMatcher:
+        """See `TokenGrammars.open`."""
+        return _awaited(self._grammars.open(grammar, ends))
+
+    def open_draft(self, grammar: Grammar) -> TextMatcher:
+        """See `TokenGrammars.open_draft`."""
+        return _awaited(self._grammars.open_draft(grammar))
+
+
+def _awaited(opened: Coroutine[Any, Any, T]) -> T:
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, opened).result()
 
 
 @contextmanager
@@ -63,7 +84,7 @@ def decode_alone(
     of: Model, engine: tiny.HashEngine, choose: Sampler, prompt: Sequence[int], count: int, grammar: Grammar
 ) -> list[int]:
     """Returns the generated ids by plain decoding with masks of a matcher that is new at every position."""
-    store = grammars(of)
+    store = Grammars(of)
     ids, offset, history = list(prompt), 0, History(prompt)
     while len(ids) - len(prompt) < count and len(ids) < of.context_length:
         matcher = store.open(grammar, choose.ends)

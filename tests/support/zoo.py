@@ -23,7 +23,7 @@ from services.bridge.zoo import Zoo
 from services.config import Role, ServerConfig
 from services.engines.engine import Row
 from services.model.draft.servicer import DraftServicer
-from services.model.draft.suffix import SuffixModel
+from services.model.draft.suffix import SuffixModel, SuffixSession
 from services.model.host import LoadedModel
 from services.model.server import _register, register
 from services.model.servicer import ModelServicer
@@ -95,7 +95,11 @@ async def serving(model: LoadedModel | str, address: str = "127.0.0.1:0", role: 
     if isinstance(model, str):
         suffix = SuffixModel(model, 8)
         described = codec.write_model(suffix.model, role=model_pb2.ROLE_DRAFT, engine="suffix")
-        draft = DraftServicer(suffix.model, lambda sampling, seed: suffix.open())
+
+        async def open_session(sampling: SamplingParameters, seed: int) -> SuffixSession:
+            return suffix.open()
+
+        draft = DraftServicer(suffix.model, open_session)
         _register(server, ModelServicer(described, suffix.tokenizer_json), draft, TargetServicer(suffix.model, None))
     else:
         register(server, model, role)

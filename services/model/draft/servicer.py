@@ -1,6 +1,6 @@
 """Implements DraftService; each stream has one session."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import closing
 from typing import Any
 
@@ -11,10 +11,10 @@ from bridge.sampling.sampler import SamplingParameters
 from draftbridge.v1 import draft_pb2, draft_pb2_grpc
 from services.model.draft.credit import CreditedSession
 from services.rpc import codec, limits
-from services.rpc.streams import RoleServicer, check_model, exchange, first_message
+from services.rpc.streams import RoleServicer, exchange
 
 # Opens a session, given sampling parameters and a seed.
-OpenSession = Callable[[SamplingParameters, int], CreditedSession]
+OpenSession = Callable[[SamplingParameters, int], Awaitable[CreditedSession]]
 
 
 class DraftServicer(RoleServicer[OpenSession], draft_pb2_grpc.DraftServiceServicer):
@@ -28,11 +28,8 @@ class DraftServicer(RoleServicer[OpenSession], draft_pb2_grpc.DraftServiceServic
         """See the contract."""
         open_session = self.opener
         requests = aiter(request_iterator)
-        opening = (await first_message(requests)).open
-        check_model(opening.model, opening.tokenizer_sha256, self._model)
-        sampling = limits.read_sampling(opening.sampling, self._model)
-        await self._prepare(sampling)
-        with closing(open_session(sampling, opening.seed)) as session:
+        opening, sampling = await self.read_opening(requests)
+        with closing(await open_session(sampling, opening.seed)) as session:
 
             async def on_request(request: draft_pb2.DraftRequest) -> None:
                 match request.WhichOneof("kind"):

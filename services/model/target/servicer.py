@@ -1,6 +1,6 @@
 """Implements TargetService; each stream has one `TargetSession`."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import closing
 from typing import Any
 
@@ -11,10 +11,10 @@ from bridge.sampling.sampler import SamplingParameters
 from draftbridge.v1 import target_pb2, target_pb2_grpc
 from services.model.target.session import TargetSession
 from services.rpc import codec, limits
-from services.rpc.streams import RoleServicer, check_model, exchange, first_message
+from services.rpc.streams import RoleServicer, exchange
 
 # Opens a session, given sampling parameters, a seed and the number of log probabilities to report, if any.
-OpenSession = Callable[[SamplingParameters, int, int | None], TargetSession]
+OpenSession = Callable[[SamplingParameters, int, int | None], Awaitable[TargetSession]]
 
 
 class TargetServicer(RoleServicer[OpenSession], target_pb2_grpc.TargetServiceServicer):
@@ -28,11 +28,8 @@ class TargetServicer(RoleServicer[OpenSession], target_pb2_grpc.TargetServiceSer
         """See the contract."""
         open_session = self.opener
         requests = aiter(request_iterator)
-        opening = (await first_message(requests)).open
-        check_model(opening.model, opening.tokenizer_sha256, self._model)
-        sampling = limits.read_sampling(opening.sampling, self._model)
-        await self._prepare(sampling)
-        with closing(open_session(sampling, opening.seed, limits.read_logprobs(opening))) as session:
+        opening, sampling = await self.read_opening(requests)
+        with closing(await open_session(sampling, opening.seed, limits.read_logprobs(opening))) as session:
 
             async def on_request(request: target_pb2.VerifyRequest) -> None:
                 match request.WhichOneof("kind"):
