@@ -37,7 +37,7 @@ class Request:
     reports_progress: bool = False
 
 
-def check(request: Request, has_token: Callable[[int], bool] = lambda id_: True) -> None:
+def check(request: Request, has_token: Callable[[int], bool] | None = None) -> None:
     """Raises `InvalidField` or `EmptyPrompt` for a request that no target could serve.
 
     `has_token` returns whether the target has an id, if the target is known.

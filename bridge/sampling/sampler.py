@@ -58,19 +58,21 @@ class SamplingParameters:
     ignore_eos: bool = False
     grammar: Grammar | None = None
 
-    def checked(self, has_token: Callable[[int], bool] = lambda id_: True) -> "SamplingParameters":
+    def checked(self, has_token: Callable[[int], bool] | None = None) -> "SamplingParameters":
         """Returns itself, or raises `InvalidField`. `has_token` returns whether the model has an id, if it is known."""
         for name, (low, high, allowed) in _RANGES.items():
             value = getattr(self, name)
             require(value is None or low <= value <= high, InvalidField, f"sampling.{name}", allowed, value)
-        for id_, bias in self.logit_bias.items():
-            # Above that, the sums would be too coarse in float32 to tell two such ids apart. Only an error has a name,
-            # because there may be 100,000 ids.
-            if not -1e9 <= bias <= 1e4:
-                raise InvalidField(f"sampling.logit_bias[{id_}]", "between -1e9 and 1e4", bias)
-        for name in ("logit_bias", "stop_token_ids"):
-            unknown = next((id_ for id_ in getattr(self, name) if not has_token(id_)), None)
-            require(unknown is None, InvalidField, f"sampling.{name}", "ids that the target has a token for", unknown)
+        # There may be 100,000 biases. Above 1e4, the sums would be too coarse in float32 to tell two such ids apart.
+        biases = np.fromiter(self.logit_bias.values(), np.float64, len(self.logit_bias))
+        if (wrong := ~((biases >= -1e9) & (biases <= 1e4))).any():
+            id_, bias = list(self.logit_bias.items())[wrong.argmax()]
+            raise InvalidField(f"sampling.logit_bias[{id_}]", "between -1e9 and 1e4", bias)
+        if has_token:
+            for name in ("logit_bias", "stop_token_ids"):
+                unknown = next((id_ for id_ in getattr(self, name) if not has_token(id_)), None)
+                allowed = "ids that the target has a token for"
+                require(unknown is None, InvalidField, f"sampling.{name}", allowed, unknown)
         if self.grammar:
             self.grammar.checked()
             allowed = "false with a grammar, which ends the text"

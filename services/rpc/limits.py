@@ -4,6 +4,7 @@ A peer may send any number that a field can hold, and millions of ids in one mes
 converted, so a refused message costs only its parsing.
 """
 
+import asyncio
 from collections.abc import Sized
 from dataclasses import replace
 
@@ -17,12 +18,20 @@ from services.rpc import codec
 MAX_LOGPROBS, MAX_BRANCHES = 100, 64
 # Longer patience is cut to this: a draft that takes a minute is lost.
 MAX_PATIENCE_US = 60_000_000
+# Sampling parameters with more ids are read in a thread: each takes half a microsecond.
+_MAX_INLINE_IDS = 4096
 
 
-def read_sampling(message: sampling_pb2.SamplingParameters, model: Model) -> SamplingParameters:
+async def read_sampling(message: sampling_pb2.SamplingParameters, model: Model) -> SamplingParameters:
     """Returns parameters that fit the model. Raises `InvalidField`."""
     for field, ids in (("logit_bias", message.logit_bias), ("stop_token_ids", message.stop_token_ids)):
         _check_count(f"sampling.{field}", ids, model.vocabulary_size)
+    if len(message.logit_bias) + len(message.stop_token_ids) > _MAX_INLINE_IDS:
+        return await asyncio.to_thread(_read_sampling, message, model)
+    return _read_sampling(message, model)
+
+
+def _read_sampling(message: sampling_pb2.SamplingParameters, model: Model) -> SamplingParameters:
     return codec.read_sampling(message).checked(model.has)
 
 

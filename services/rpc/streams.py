@@ -43,7 +43,7 @@ class RoleServicer(Generic[T]):
         """
         opening = (await first_message(requests)).open
         check_model(opening.model, opening.tokenizer_sha256, self._model)
-        return opening, limits.read_sampling(opening.sampling, self._model)
+        return opening, await limits.read_sampling(opening.sampling, self._model)
 
 
 async def first_message(requests: AsyncIterator[R]) -> R:
