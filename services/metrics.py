@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from bridge.generation import Finished
 from bridge.statistics import PlanStatistics, SourceStatistics, Statistics
 from bridge.text.vocabulary import Vocabulary
 from services.engines.observer import SchedulerObserver
@@ -76,19 +77,6 @@ class HttpMetrics(ServerMetrics):
         self.active_http_requests = self._gauge(
             "http_server_active_requests", "HTTP requests in progress.", "http_route"
         )
-
-
-class RequestEnd(Protocol):
-    """The figures that only the end of a request knows; see `bridge.generation.Finished`."""
-
-    @property
-    def prompt_token_count(self) -> int: ...
-    @property
-    def generated_token_count(self) -> int: ...
-    @property
-    def elapsed_ns(self) -> int: ...
-    @property
-    def first_token_ns(self) -> int: ...
 
 
 class Connections(Protocol):
@@ -228,7 +216,7 @@ class RequestMetrics:
             self._metrics.first_token.observe((perf_counter_ns() - self._started_ns) / 1e9)
         self.generated_token_count += token_count
 
-    def on_finished(self, end: RequestEnd) -> None:
+    def on_finished(self, end: Finished) -> None:
         """Counts what only a generation that ends well knows."""
         metrics = self._metrics
         metrics.prompt_tokens.inc(end.prompt_token_count)
