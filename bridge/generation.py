@@ -32,6 +32,7 @@ from bridge.target_link import TargetLink
 from bridge.text.chat import Chat, end_of_turn
 from bridge.text.models import Model
 from bridge.text.stream import Span, TextStream
+from bridge.text.vocabulary import Rendering
 
 # Returns another draft for the rest of a request, or None; see `generate`.
 NextDraft: TypeAlias = Callable[[DraftBridgeError | None], Draft | None]
@@ -99,9 +100,7 @@ async def generate(
     Raises `InvalidRequest` for a request that the target cannot serve, and the errors of `speculate`.
     """
     started = clock() if started_ns is None else started_ns
-    check(request, model.has)
-    # Encoding a long prompt takes time, and other requests must not wait for it.
-    prompt = await asyncio.to_thread(render, request, model, model)
+    prompt = await asyncio.to_thread(_prepared, request, model)
     max_tokens = token_room(request, model, prompt.ids)
     unshared = TargetEstimates(model.forward_costs)
     estimates = estimates or (lambda: unshared)
@@ -177,6 +176,12 @@ async def generate(
         mode=Mode.OFF if sources.empty else planner.mode,
         statistics=statistics,
     )
+
+
+def _prepared(request: Request, model: Model) -> Rendering:
+    """Checks a request and renders it, which takes time for a long prompt, or for biases of a whole vocabulary."""
+    check(request, model.has_all)
+    return render(request, model, model)
 
 
 async def _find_draft(

@@ -37,12 +37,12 @@ class Request:
     reports_progress: bool = False
 
 
-def check(request: Request, has_token: Callable[[int], bool] | None = None) -> None:
+def check(request: Request, has_all: Callable[[Sequence[int]], bool] | None = None) -> None:
     """Raises `InvalidField` or `EmptyPrompt` for a request that no target could serve.
 
-    `has_token` returns whether the target has an id, if the target is known.
+    `has_all` returns whether the target has some ids, if the target is known.
     """
-    request.sampling.checked(has_token)
+    request.sampling.checked(has_all)
     if not (request.input.messages if isinstance(request.input, Chat) else request.input):
         raise EmptyPrompt
     texts = [request.input] if isinstance(request.input, str) else []

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -58,8 +58,8 @@ class SamplingParameters:
     ignore_eos: bool = False
     grammar: Grammar | None = None
 
-    def checked(self, has_token: Callable[[int], bool] | None = None) -> "SamplingParameters":
-        """Returns itself, or raises `InvalidField`. `has_token` returns whether the model has an id, if it is known."""
+    def checked(self, has_all: Callable[[Sequence[int]], bool] | None = None) -> "SamplingParameters":
+        """Returns itself, or raises `InvalidField`. `has_all`: see `Model.has_all`; None if the model is not known."""
         for name, (low, high, allowed) in _RANGES.items():
             value = getattr(self, name)
             require(value is None or low <= value <= high, InvalidField, f"sampling.{name}", allowed, value)
@@ -68,11 +68,10 @@ class SamplingParameters:
         if (wrong := ~((biases >= -1e9) & (biases <= 1e4))).any():
             id_, bias = list(self.logit_bias.items())[wrong.argmax()]
             raise InvalidField(f"sampling.logit_bias[{id_}]", "between -1e9 and 1e4", bias)
-        if has_token:
-            for name in ("logit_bias", "stop_token_ids"):
-                unknown = next((id_ for id_ in getattr(self, name) if not has_token(id_)), None)
-                allowed = "ids that the target has a token for"
-                require(unknown is None, InvalidField, f"sampling.{name}", allowed, unknown)
+        for name, ids in (("logit_bias", tuple(self.logit_bias)), ("stop_token_ids", self.stop_token_ids)):
+            if has_all and not has_all(ids):
+                unknown = next(id_ for id_ in ids if not has_all((id_,)))
+                raise InvalidField(f"sampling.{name}", "ids that the target has a token for", unknown)
         if self.grammar:
             self.grammar.checked()
             allowed = "false with a grammar, which ends the text"

@@ -32,7 +32,7 @@ async def read_sampling(message: sampling_pb2.SamplingParameters, model: Model) 
 
 
 def _read_sampling(message: sampling_pb2.SamplingParameters, model: Model) -> SamplingParameters:
-    return codec.read_sampling(message).checked(model.has)
+    return codec.read_sampling(message).checked(model.has_all)
 
 
 def read_logprobs(opening: target_pb2.VerifyOpen) -> int | None:
