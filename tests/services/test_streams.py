@@ -40,6 +40,28 @@ async def test_a_bad_request_ends_a_stream_that_has_nothing_to_say(while_sending
             asyncio.get_running_loop().call_later(0.05, sent.set)
         with pytest.raises(ProtocolViolation):
             await anext(stream)
+        task = asyncio.current_task()
+        assert task and not task.cancelling(), "the call goes on, to report the error"
+
+
+async def test_a_call_that_is_cancelled_ends_as_cancelled() -> None:
+    async def requests() -> AsyncIterator[int]:
+        await asyncio.Event().wait()
+        yield 1
+
+    async def responses() -> AsyncIterator[int]:
+        await asyncio.Event().wait()
+        yield 1
+
+    async def call() -> None:
+        async for _ in exchange(requests(), _refuse, lambda: None, responses()):
+            pass
+
+    calling = asyncio.create_task(call())
+    await asyncio.sleep(0)
+    calling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await calling
 
 
 async def test_both_directions_have_ended_when_a_bad_request_is_reported() -> None:
