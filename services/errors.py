@@ -177,6 +177,15 @@ class TokenRefused(Unreachable, reason="TOKEN_REFUSED"):
     )
 
 
+class SlowDownload(Unreachable):
+    """A service answers, but sends its tokenizer too slowly, or not to the end."""
+
+    text = (
+        "the tokenizer of the model at {address} was being loaded, but {detail}: check the network to that machine, "
+        "and whether its processors are overloaded; it is tried again"
+    )
+
+
 class StreamEnded(Unreachable):
     """A service has ended a stream while messages were sent to it, so that its reason is lost: often it was full."""
 

@@ -117,7 +117,10 @@ class DraftEstimates:
             self.goes_on.observe(token_count, 0.0)
 
     def observe_verified_turn(self, count: int, right_count: int, *, ended_early: bool) -> None:
-        """Records whether such a turn, of `count` candidates, went on after each of its first ones, all right."""
+        """Records whether such a turn, which made `count` candidates, went on after each of the first `right_count`.
+
+        These were right.
+        """
         for position in range(1, right_count + 1):
             if position < count or ended_early:
                 self.goes_on_if_right.observe(position, float(position < count))

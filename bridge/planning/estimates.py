@@ -151,7 +151,7 @@ class TargetEstimates:
     ) -> DraftEstimates:
         """Returns the estimates of the draft `name`. `competes`: draft and target need more cores than they have.
 
-        A draft with several replicas may do both.
+        Replicas of one draft may differ in this, so each case has its own estimates.
         """
         return self.drafts.setdefault((name, competes), DraftEstimates(forward_costs, competes=competes))
 
@@ -268,8 +268,10 @@ class RequestEstimates:
         corrections = self.shared.corrections
         for one in corrections.values():
             one.fade()
-        # Under such a plan, a pass may have candidates of another source all the same.
-        if plan.source and plan.name == plan.source and plan.plain_ns and set(outcome.tried.sources) <= {plan.source}:
+        # Under such a plan, a pass may have candidates of another source all the same. A plan is named after the first
+        # source of its offer, which others may continue.
+        own = outcome.tried.sources[:1] in ((), (plan.source,))
+        if own and plan.source and plan.name == plan.source and plan.plain_ns:
             correction = corrections.setdefault(plan.source, Correction())
             correction.observe(outcome.result.accepted_token_count, elapsed_ns, plan)
 

@@ -212,11 +212,13 @@ class DraftSource(CandidateSource):
 
     def observe(self, outcome: Outcome) -> None:
         if self._epoch:
+            self._epoch.observe(b"".join(outcome.data))
             if self._epoch.may_end_early:
                 count = outcome.tried.sources.count(DRAFT)
                 right_count = min(outcome.result.accepted_token_count, count)
-                self.times.observe_verified_turn(count, right_count, ended_early=self._epoch.ended_early)
-            self._epoch.observe(b"".join(outcome.data))
+                # A pass may take only a part of the turn along.
+                ended = self._epoch.ended_early and not self._epoch.unconfirmed
+                self.times.observe_verified_turn(count, right_count, ended_early=ended)
             self._vain_pass_count += outcome.timed_out
             if outcome.timed_out and not self._epoch.turn_over:
                 self._overdue |= self._epoch.turns or self._vain_pass_count >= _VAIN_PASSES

@@ -90,7 +90,7 @@ class NgramMemory:
 
     @property
     def tenant_count(self) -> int:
-        """Returns the number of tenants with outputs."""
+        """Returns the number of tenants with tables."""
         return len({tenant for tenant, _ in self._tables})
 
     def open(self, tenant: Hashable, tokenizer: str) -> NgramTable:

@@ -23,7 +23,7 @@ class Opened:
 
 @dataclass(frozen=True)
 class ServiceState:
-    """A configured service. `problem` is why it cannot be used now, or empty. `is_missed`: then requests fail."""
+    """A configured service. `problem` is why it cannot be used now, or empty. `is_missed`: requests fail meanwhile."""
 
     address: str
     problem: str

@@ -53,8 +53,9 @@ class Connection:
 
     `health`: a channel for health checks only, because a call that lasts would use up a part of the server's limit of
     calls on one connection.
-    `known`: the model that was last connected. `refused`: the description of a service that was reached but cannot be
-    used. `on_connected` is called with each new endpoint and the one before it.
+    `known`: the model that was last connected. `description`: what the service last said about itself. `refused`: the
+    same of a service that was reached but cannot be used. `on_connected` is called with each new endpoint and the one
+    before it.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Connection:
         self.address, self.role, self.channel, self._health = address, role, channel, health
         self._reader, self._timeout, self._on_connected = reader, timeout, on_connected
         self.known: Endpoint | None = None
+        self.description: model_pb2.Model | None = None
         self.refused: model_pb2.Model | None = None
         # The process that broke the contract, by its `instance_id`, and what it did.
         self._breach = ("", "")
@@ -88,11 +90,6 @@ class Connection:
     def endpoint(self) -> Endpoint | None:
         """The model that can be used now; None if there is a `problem`."""
         return None if self.problem else self.known
-
-    @property
-    def description(self) -> model_pb2.Model | None:
-        """The model that the service serves, or served last; None if that is unknown."""
-        return self.refused or (self.known.description if self.known else None)
 
     @property
     def state(self) -> State:
@@ -164,8 +161,10 @@ class Connection:
 
     async def _describe(self, seconds: float, *, wait: bool = False) -> tuple[model_pb2.Model, int]:
         found = await self._reader.describe(self.channel, self.address, seconds, wait=wait)
-        # The first call may have waited for the service: only a second one shows the round trip.
-        return await self._reader.describe(self.channel, self.address, CHECK_SECONDS) if wait else found
+        if wait:  # the first call may have waited for the service: only a second one shows the round trip
+            found = await self._reader.describe(self.channel, self.address, CHECK_SECONDS)
+        self.description = found[0]
+        return found
 
     async def _run(self) -> None:
         while True:

@@ -16,7 +16,7 @@ from bridge.text.models import Model
 from bridge.text.vocabulary import Vocabulary
 from draftbridge.v1 import model_pb2, model_pb2_grpc
 from services.config_values import MAX_NAME_LENGTH
-from services.errors import ChecksumMismatch, RoleNotServed
+from services.errors import ChecksumMismatch, RoleNotServed, SlowDownload
 from services.rpc import codec
 from services.rpc.status import from_rpc_error
 from services.sandbox.templates import TemplateSandbox
@@ -29,8 +29,8 @@ ROLES = {model_pb2.ROLE_DRAFT: "draft", model_pb2.ROLE_TARGET: "target"}
 CHECK_SECONDS = 2.0
 # For comparison, a tokenizer.json with 256,000 ids has 33 MB.
 _TOKENIZER_LIMIT_BYTES, _MAX_TOKENIZER_PIECES = 256 << 20, 1 << 16
-# How long one piece of a tokenizer may take, of which our servers send 256 KiB.
-_PIECE_SECONDS = 60.0
+# How long one piece of a tokenizer may take, and all of them. Our servers send pieces of 256 KiB.
+_PIECE_SECONDS, _DOWNLOAD_SECONDS = 60.0, 1800.0
 # Tokenizers to keep, so that a model that returns is connected at once. Models in use keep their own.
 _MAX_TOKENIZERS = 32
 # Chat templates of engines whose processes are kept.
@@ -152,7 +152,8 @@ class ModelReader:
     async def read_tokenizer(data: bytes, description: model_pb2.Model, address: str) -> tuple[Vocabulary, str]:
         """Returns a tokenizer and why it cannot be a target's, or "".
 
-        Raises `TokenizerNotUnderstood`, and `SandboxBusy` if the system ended the process that tried it.
+        Raises `TokenizerNotUnderstood`, and `SandboxBusy` if the process that tried it was ended by the system, or got
+        too little processor time.
         """
         try:
             flaw = await find_flaw(data)
@@ -167,13 +168,14 @@ class ModelReader:
 async def _download(stub: "model_pb2_grpc.ModelServiceAsyncStub", address: str) -> tuple[bytearray, str]:
     """Returns the bytes of a service's tokenizer, and the checksum that it announces for them.
 
-    The whole may take long on a slow network, but not each piece. Raises `ChecksumMismatch` or `Unreachable`.
+    The whole may take long on a slow network, but not each piece. Raises `ChecksumMismatch` or `SlowDownload`.
     """
     data, announced, count, now = bytearray(), "", 0, asyncio.get_running_loop().time
+    deadline = now() + _DOWNLOAD_SECONDS
     try:
         async with asyncio.timeout(_PIECE_SECONDS) as limit:
             async for piece in stub.GetTokenizer(model_pb2.GetTokenizerRequest()):
-                limit.reschedule(now() + _PIECE_SECONDS)
+                limit.reschedule(min(now() + _PIECE_SECONDS, deadline))
                 data += _parsed(piece, address).chunk
                 announced, count = piece.sha256, count + 1
                 if len(data) > _TOKENIZER_LIMIT_BYTES or count > _MAX_TOKENIZER_PIECES:
@@ -182,8 +184,7 @@ async def _download(stub: "model_pb2_grpc.ModelServiceAsyncStub", address: str) 
                         f"{_MAX_TOKENIZER_PIECES} pieces"
                     )
     except TimeoutError:
-        detail = f"its tokenizer was being loaded, and after {len(data)} bytes nothing came for {_PIECE_SECONDS:.0f} s"
-        raise Unreachable(address, detail) from None
+        raise SlowDownload(address, f"after {len(data)} bytes the next ones did not come in time") from None
     return data, announced
 
 

@@ -63,9 +63,9 @@ def run(
         address = server
         if not server:
             environment = private_environment()
-            check_options(target, environment, engine=engine, dtype=dtype, weights=weights)
+            checked = check_options(target, environment, engine=engine, dtype=dtype, weights=weights)
             check_options(draft, environment, engine=draft_engine)
-            fetch([target], [drafted], report)
+            fetch([target], [drafted], report, trusted=checked.trusted)
             report("starting the model servers and a bridge")
             threads = len(of_draft) if of_draft else draft_threads()
             address = stack.enter_context(

@@ -16,6 +16,7 @@ from services.config import ModelServerConfig
 from services.config_reading import load
 from services.engines.cpu import core_count
 from services.engines.registry import AUTO, engine_spec
+from services.engines.spec import EngineOptions
 from services.interrupts import importing
 from services.store.built_in import SUFFIX
 from services.store.cache import Report
@@ -25,7 +26,7 @@ _STOP_SECONDS = 10.0
 # glibc asks for huge pages for all large allocations, so that a model server need not move its weights to them later.
 _HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 # Beginnings of variables for model servers that others reach, and for bridges that connect to those. Ours are reached
-# by our bridge only, which has nothing to show to them, and several cannot share one port for metrics.
+# by our bridge only, which has no token or certificate for them, and several cannot share one port for metrics.
 _FOR_OTHERS = (
     "DRAFTBRIDGE_SERVE_METRICS",
     "DRAFTBRIDGE_SERVE_TLS_",
@@ -65,13 +66,13 @@ class Fleet:
     http: str = ""
 
 
-def fetch(targets: Sequence[str], drafts: Sequence[str | None], report: Report) -> None:
+def fetch(targets: Sequence[str], drafts: Sequence[str | None], report: Report, *, trusted: bool = False) -> None:
     """Downloads models here, where the progress is shown, before servers read them. Raises what `resolve` raises."""
     with importing():
         from services.store.resolve import resolve  # takes a while, and few commands need it
 
     for model in dict.fromkeys((*targets, *(one for one in drafts if one not in (None, SUFFIX)))):
-        resolve(model, report, weights="")
+        resolve(model, report, weights="", trusted=trusted)
 
 
 def configured_environment() -> dict[str, str]:
@@ -85,8 +86,8 @@ def private_environment() -> dict[str, str]:
     return {key: value for key, value in configured_environment().items() if not key.startswith(left_out)}
 
 
-def check_options(model: str, environment: Mapping[str, str], **options: str) -> None:
-    """Checks options of a model server that is to be started in an environment, before its model is downloaded.
+def check_options(model: str, environment: Mapping[str, str], **options: str) -> EngineOptions:
+    """Returns the options of a model server that is to be started in an environment, before its model is downloaded.
 
     Raises `InvalidConfiguration`, `InvalidField`, or `UnusableModel` for an engine that is not installed.
     """
@@ -94,6 +95,7 @@ def check_options(model: str, environment: Mapping[str, str], **options: str) ->
     config = load(ModelServerConfig, given, environment=environment).values
     if config.engine != AUTO:
         engine_spec(config.engine).check(config.options)
+    return config.options
 
 
 def draft_threads() -> int:
@@ -184,7 +186,7 @@ def fleet(
     """Runs a target, a bridge and, unless it is None, a draft. Yields when all are ready.
 
     `target_cores`, `draft_cores`: the cores of a model server, all if None. `draft_options` are for a draft with an
-    engine, so not for prompt lookup. `configured`: the processes read the user's configuration, but for what only
+    engine, so not for prompt lookup. `configured`: the processes read the user's configuration, except what only
     servers for others need; otherwise, the model servers read other variables but for their names, and the bridge reads
     nothing. Raises `ProcessFailed`.
     """

@@ -131,8 +131,8 @@ def up(
     try:
         _check_addresses(listen, http)
         drafted = None if draft == "none" else draft
-        check_options(target, configured_environment(), engine=engine, dtype=dtype)
-        fetch([target], [drafted], report)
+        checked = check_options(target, configured_environment(), engine=engine, dtype=dtype)
+        fetch([target], [drafted], report, trusted=checked.trusted)
         options = ("--engine", engine, "--dtype", dtype)
         target_options = (*options, "--deterministic") if deterministic else options
         draft_options = (*options, "--threads", str(draft_threads()))

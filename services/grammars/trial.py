@@ -83,9 +83,14 @@ class GrammarTrial:
         except (OSError, EOFError) as error:
             self._discard()
             raise grammar_busy(f"its process does not start, {type(error).__name__} {error}") from error
-        with suppress(OSError, EOFError):  # the process ends; its status gives the reason
+        grace = _ENDING_SECONDS
+        try:
             return process.receive(_MAX_ANSWER_BYTES, deadline).decode(errors="replace")
-        status = self._discard(_ENDING_SECONDS)
+        except TimeoutError:
+            grace = 0.0
+        except (OSError, EOFError):  # the process ends; its status gives the reason
+            pass
+        status = self._discard(grace)
         _log.info("the process that tried a grammar ended with status %s", status)
         if status not in _CAUSED_BY_GRAMMAR:  # an operator or the system ended it, it gave no answer, or cannot run
             raise grammar_busy(f"its process had no processor time, or ended with status {status}")

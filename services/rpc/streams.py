@@ -77,11 +77,11 @@ async def exchange(
     Calls `on_end_of_requests` when the client closes its side. An error in either direction ends both.
     """
     failure: Exception | None = None
-    ended = reading = False
+    ended = reading = cancelled = False
     waiting: asyncio.Task[Any] | None = None
 
     async def listen() -> None:
-        nonlocal failure, reading
+        nonlocal failure, reading, cancelled
         try:
             while True:
                 reading = True
@@ -95,7 +95,7 @@ async def exchange(
         except Exception as error:  # raised below, unless the responses have ended
             failure = error
             if waiting:
-                waiting.cancel()
+                cancelled = waiting.cancel()
 
     listener = asyncio.create_task(listen())
     try:
@@ -111,7 +111,7 @@ async def exchange(
                 yield response
     except asyncio.CancelledError:
         task = asyncio.current_task()
-        if failure is None or (task and task.uncancel()):
+        if not cancelled or (task and task.uncancel()):  # the client has left
             raise
     finally:
         ended = True

@@ -19,8 +19,8 @@ class AnsweringProcess:
     """Runs a module, whose standard input is a socket for messages in both directions.
 
     Only `kill` may be called while another thread uses the object. `send` and `receive` raise `TimeoutError` at the
-    deadline, a time of `time.monotonic`, and `EOFError` or another `OSError` if the process has ended. A deadline is
-    that of a whole message, because a process that was taken over may send or read one byte by byte.
+    deadline, a time of `time.monotonic`, and `EOFError` or another `OSError` than that if the process has ended. A
+    deadline is that of a whole message, because a process that was taken over may send or read one byte by byte.
     """
 
     def __init__(self, module: str, *arguments: str) -> None:
@@ -72,7 +72,7 @@ class AnsweringProcess:
 
     def _limit(self, deadline: float) -> None:
         if (seconds := deadline - monotonic()) <= 0:
-            raise TimeoutError
+            raise TimeoutError("it did not answer in time")
         self._socket.settimeout(seconds)
 
     def kill(self) -> None:

@@ -208,6 +208,17 @@ async def test_a_turn_that_the_draft_ends_early_is_over() -> None:
     source.close()
 
 
+async def test_a_turn_that_was_verified_in_part_has_not_ended_there() -> None:
+    source, drafter, tape = draft_source()
+    await source.advance(DraftPace(8, turns=True, min_probability=0.25))
+    await propose(source, drafter, " fox jumps", done=True)
+    count = len(ids_of(" fox"))
+    goes_on = source.times.goes_on_if_right.of(count)
+    commit(tape, source, " fox", tried=" fox")
+    assert source.times.goes_on_if_right.of(count) >= goes_on
+    source.close()
+
+
 async def test_a_draft_that_runs_ahead_ends_nothing_early() -> None:
     source, drafter, _ = draft_source()
     await source.advance(DraftPace(8, min_probability=0.25))

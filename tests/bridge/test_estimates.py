@@ -264,9 +264,13 @@ def test_what_another_source_yields_does_not_correct_a_plan() -> None:
         result = Pass(0, (1, 2, 3, 9), 3, 3, forward_ns=2 * MS)
         estimates.observe(Outcome(result, drafted, (b"a",) * 4, 2 * MS), plan)
     assert estimates.corrected("suffix", plan.prediction, 2 * MS) == plan.prediction
+    continued = Offer((1, 2, 3), ("suffix", "suffix", DRAFT), (0.9,) * 3)
+    estimates.observe(Outcome(result, continued, (b"a",) * 4, 2 * MS), plan)
+    more = estimates.corrected("suffix", plan.prediction, 2 * MS)
+    assert more.tokens > plan.prediction.tokens, "candidates that continue its own are predicted with them"
     late = Outcome(Pass(0, (9,), 0, 0, forward_ns=2 * MS), Offer(), (b"a",), 2 * MS)
     estimates.observe(late, plan)
-    assert estimates.corrected("suffix", plan.prediction, 2 * MS).tokens < plan.prediction.tokens, "they came too late"
+    assert estimates.corrected("suffix", plan.prediction, 2 * MS).tokens < more.tokens, "they came too late"
 
 
 def test_replicas_of_a_draft_on_the_targets_cores_and_elsewhere_are_known_apart() -> None:

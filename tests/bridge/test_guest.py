@@ -379,3 +379,13 @@ async def test_a_short_deadline_goes_to_good_offers_first_and_to_all_in_turn(mon
     counts = [looked.count(held.sequence) for held in guest.held.values() if held.sequence]
     assert len(looked) < 40 * 8, "the deadline was long enough for all"
     assert counts[0] >= 38 and min(counts) >= 5 and max(counts[1:]) < 20
+
+
+async def test_an_update_that_comes_twice_in_a_step_counts_once() -> None:
+    guest = guest_of(None)
+    await stepped(guest, 1, SequenceUpdate(1, 0, tuple(IDS[:100])))
+    await opened(guest, 1)
+    update = SequenceUpdate(1, 100, tuple(IDS[100:103]))
+    await stepped(guest, 2, update, update)
+    assert list(guest.held[1].tokens) == list(IDS[:103])
+    guest.close()

@@ -106,6 +106,8 @@ def test_auto_compares_only_engines_that_support_the_options(
     assert chosen(weights=Weights.INT4) == "openvino"
     with pytest.raises(InvalidField, match="--weights must be auto, full, int8 or int4 with --engine openvino"):
         chosen(weights=Weights.REPACKED)
+    with pytest.raises(InvalidField, match="--weights must be auto, full or int8 with --engine torch"):
+        chosen(weights=Weights.INT4, trusted=True)
 
 
 def test_a_model_that_auto_converts_keeps_its_weights(tiny_models: tuple[Path, Path]) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import httpx2 as httpx
 import pytest
@@ -10,11 +11,13 @@ from grpc import aio
 
 from draftbridge.security import Credentials
 from draftbridge.v1 import bridge_pb2_grpc
+from services.bridge import endpoint
 from services.bridge.connection import State
 from services.bridge.gateway import Gateway
 from services.bridge.remote_gateway import RemoteGateway
 from services.bridge.servicer import BridgeServicer
 from services.config import BridgeServerConfig
+from services.errors import SlowDownload
 from services.http import app
 from services.http.server import http_door
 from services.metrics import HttpMetrics
@@ -75,3 +78,24 @@ async def test_health_fails_only_if_a_target_model_has_no_usable_service(monkeyp
         await other.aclose()
         await until_away(2)
         assert await health() == 2 * [(503, {targets[0], targets[2], never})]
+
+
+async def test_a_target_whose_tokenizer_does_not_arrive_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has described itself, so it is not a replica of the other target."""
+    hurry(monkeypatch)
+    download, slow = endpoint._download, ""
+
+    async def held_up(stub: Any, address: str) -> tuple[bytearray, str]:
+        if address == slow:
+            raise SlowDownload(address, "after 0 bytes the next ones did not come in time")
+        return await download(stub, address)
+
+    monkeypatch.setattr(endpoint, "_download", held_up)
+    async with AsyncExitStack() as stack:
+        good = await stack.enter_async_context(serving(trained("gpt-2")))
+        slow = await stack.enter_async_context(serving(trained("gemma")))
+        gateway = await stack.enter_async_context(bridge([good, slow], []))
+        await asyncio.to_thread(eventually, lambda: "tokenizer" in gateway.zoo.connections[1].problem)
+        states = {one.address: one for one in await gateway.check()}
+        assert not states[good].is_missed
+        assert states[slow].is_missed and "did not come in time" in states[slow].problem

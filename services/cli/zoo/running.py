@@ -98,8 +98,8 @@ def _fleet(targets: Sequence[str], drafts: Sequence[str], engine: str) -> Iterat
     if SUFFIX in targets:
         raise InvalidField("--targets", f"models with a text of their own, not {SUFFIX}", ", ".join(targets))
     environment = private_environment()
-    check_options(models[0], environment, engine=engine)
-    fetch(targets, drafts, report)
+    checked = check_options(models[0], environment, engine=engine)
+    fetch(targets, drafts, report, trusted=checked.trusted)
     with ExitStack() as stack:
         options: list[str] = []
         served = {}
