@@ -13,7 +13,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 _AUTO, _FIXED, _ALONE = "#1f5fa8", "#b9c7dc", "#b7791f"
-_MARKERS = {"c": ("o", "#1f5fa8"), "d": ("D", "#2f7d43")}
+_MARKERS = {"a": ("s", "#b0413e"), "b": ("^", "#8a5a00"), "c": ("o", "#1f5fa8"), "d": ("D", "#2f7d43")}
 
 
 def main() -> None:
@@ -65,6 +65,8 @@ def _by_setting(axes: Any, data: dict[str, Any]) -> None:
 def _way_name(way: str) -> str:
     if way.startswith("turns "):
         return f"{way.removeprefix('turns ')} draft tokens per turn"
+    if way.startswith("ahead "):
+        return f"draft {way.removeprefix('ahead ')} tokens ahead"
     return {"off": "target alone", "suffix": "prompt lookup"}.get(way, way)
 
 
@@ -81,16 +83,16 @@ def _by_category(axes: Any, runs: list[dict[str, Any]]) -> None:
     )
     for run in found:
         marker, color = _MARKERS[run["setting"]]
-        label = f"({run['setting']}) {'no draft model' if run['setting'] == 'd' else 'with SmolLM2-135M'}"
         ratios = [run["categories"][name] for name in categories]
+        label = f"({run['setting']})"
         axes.scatter(ratios, range(len(categories)), s=55, marker=marker, color=color, label=label, zorder=3)
     axes.set_yticks(range(len(categories)), categories)
     axes.set_xlim(0.8, 0.2 + max(max(run["categories"].values()) for run in runs if "categories" in run))
     axes.axvline(1, color=_ALONE)
     axes.grid(axis="x", color="#e3e7ee")
     axes.set_xlabel("speed, target alone = 1")
-    axes.set_title("auto vs. target alone, by category\nGemma-3-270M, T=0", fontsize=11)
-    axes.legend(loc=(0.02, 0.87), fontsize=9)
+    axes.set_title("auto vs. target alone, by category, T=0", fontsize=11)
+    axes.legend(loc="lower right", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
 
 
