@@ -117,9 +117,9 @@ class DraftEstimates:
             self.goes_on.observe(token_count, 0.0)
 
     def observe_verified_turn(self, count: int, right_count: int, *, ended_early: bool) -> None:
-        """Records whether such a turn, which made `count` candidates, went on after each of the first `right_count`.
+        """Records whether a turn of `count` candidates went on after each of its first `right_count` candidates.
 
-        These were right.
+        Those candidates were accepted. `ended_early`: the draft ended the turn before its limit.
         """
         for position in range(1, right_count + 1):
             if position < count or ended_early:

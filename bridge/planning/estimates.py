@@ -268,8 +268,7 @@ class RequestEstimates:
         corrections = self.shared.corrections
         for one in corrections.values():
             one.fade()
-        # Under such a plan, a pass may have candidates of another source all the same. A plan is named after the first
-        # source of its offer, which others may continue.
+        # A plan is named after the first source of its offer. A pass under it may have another source's offer instead.
         own = outcome.tried.sources[:1] in ((), (plan.source,))
         if own and plan.source and plan.name == plan.source and plan.plain_ns:
             correction = corrections.setdefault(plan.source, Correction())

@@ -132,7 +132,7 @@ class Planner:
         if not offers:
             return Offer(), 0
         if self.mode is not Mode.AUTO:
-            width = len(offers[0].token_ids)  # the draft's: nothing else proposes
+            width = len(offers[0].token_ids)  # only the draft proposes in these modes
             return self._branched(offers[0], width, plan), width
         if plan.is_trial:
             tried = next((offer for offer in offers if offer.sources[0] == plan.source), Offer())

@@ -170,8 +170,8 @@ class Opening:
 
     `tape` holds the prompt and, later, what the target commits. `render` returns the prompt in another model's tokens,
     or raises a `DraftBridgeError`. `memory` holds what was learned from outputs; `tenant`: whose output this is, empty
-    if nothing may be learned from it. `grammar`: what the text must satisfy. `alone`: no draft will ever take
-    part and there is no grammar, so nobody proposes bytes that another source may continue.
+    if nothing may be learned from it. `grammar`: what the text must satisfy. `alone`: no draft will
+    ever take part and there is no grammar, so no source has to continue the bytes of another one.
     """
 
     tape: Tape

@@ -53,9 +53,9 @@ class Connection:
 
     `health`: a channel for health checks only, because a call that lasts would use up a part of the server's limit of
     calls on one connection.
-    `known`: the model that was last connected. `description`: what the service last said about itself. `refused`: the
-    same of a service that was reached but cannot be used. `on_connected` is called with each new endpoint and the one
-    before it.
+    `known`: the model that was last connected. `description`: the latest that the service has sent of itself.
+    `refused`: the description of a service that was reached but cannot be used. `on_connected` is called with each new
+    endpoint and the one before it.
     """
 
     def __init__(

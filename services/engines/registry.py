@@ -60,7 +60,7 @@ def choose_engine(
     else:
         able = [one for one in engines().values() if one.supports(options)]
         usable = [one for one in able if not one.reason_to_skip(model, options)]
-        if not usable:  # the error of the first that would run the model says what to change
+        if not usable:  # the first engine that could run the model raises its reason, which names the remedy
             installed = [one for one in engines().values() if one.installed and (one.trusts or not options.trusted)]
             usable = [one for one in installed if not one.reason_to_skip(model, options)][:1]
         spec = _first_that_runs(usable, model, options, fastest)

@@ -24,7 +24,6 @@ from draftbridge import CallError, Client
 from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 from services.bridge.endpoint import CHECK_SECONDS
 from tests.support.depth import DEEP
-from tests.support.observed import value
 from tests.support.proxy import Proxy
 from tests.support.unread import hold_unread
 from tests.support.waiting import eventually
@@ -131,24 +130,13 @@ def test_a_bad_network_to_a_target_with_a_replica(world: World, fault: str) -> N
     others: dict[str, float] = {}
 
     def hit() -> None:
-        name, other = busy(world)
-        others[other] = forwards(world, other)
+        name, other = world.busy_and_idle()
+        others[other] = world.forward_count(other)
         NETWORK[fault](world.proxies[name])
 
     assert generate(world, "auto", hit, LONG_TOKENS)[0] == RIGHT_LONG
     assert time.monotonic() - started < LIMIT_SECONDS
-    assert all(forwards(world, other) > before for other, before in others.items())  # the request was moved
-
-
-def busy(world: World) -> tuple[str, str]:
-    """Returns the name of the target that serves the one request, and of the other one."""
-    names = sorted(("target", "replica"), key=world.slots_in_use)
-    return names[1], names[0]
-
-
-def forwards(world: World, *names: str) -> float:
-    """Returns how many forwards targets have computed."""
-    return sum(value(world.services[name].scrape(), "forward_duration_seconds_count") for name in names)
+    assert all(world.forward_count(other) > before for other, before in others.items())  # the request was moved
 
 
 def test_a_slow_network_to_a_target(world: World) -> None:
@@ -189,7 +177,7 @@ def test_a_target_with_a_replica(world: World, signal_: signal.Signals) -> None:
     hit = []
 
     def fault() -> None:
-        hit.append(world.services[busy(world)[0]].process)
+        hit.append(world.services[world.busy_and_idle()[0]].process)
         hit[0].send_signal(signal_)
 
     try:
@@ -396,10 +384,10 @@ def test_a_client_that_reads_slowly_holds_back_its_own_target_only(world: World)
         stream = bridge_pb2_grpc.BridgeServiceStub(channel).Generate(request)
         text = "".join(next(stream).delta.text for _ in range(3))
 
-        before, after = -1.0, forwards(world, "target", "replica")
+        before, after = -1.0, world.forward_count("target", "replica")
         while after > before:
             assert other.generate("another", max_tokens=20, speculation="off").text == expected("another", 20)
-            before, after = after + 20, forwards(world, "target", "replica")
+            before, after = after + 20, world.forward_count("target", "replica")
         (held,) = other.status().running
         assert held.generated_token_count < 1000
         assert world.slots_in_use("target", "replica") == 1

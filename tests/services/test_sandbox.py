@@ -338,6 +338,7 @@ def test_a_chat_that_is_about_to_run_keeps_its_process(monkeypatch: pytest.Monke
 
 
 def test_a_process_that_answers_byte_by_byte_is_stopped_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    # It sleeps between two bytes, so that each arrives long before the time limit.
     script = (
         "import multiprocessing.connection as m, os, time; c = m.Connection(os.dup(0)); "
         "c.send_bytes(b'ready'); c.recv(); c.recv(); os.write(0, (100).to_bytes(4)); "

@@ -106,3 +106,12 @@ class World:
     def slots_in_use(self, *names: str) -> float:
         """Returns how many sequences services hold."""
         return sum(value(self.services[name].scrape(), "kv_slots_in_use") for name in names or self.services)
+
+    def forward_count(self, *names: str) -> float:
+        """Returns how many forwards targets have computed."""
+        return sum(value(self.services[name].scrape(), "forward_duration_seconds_count") for name in names)
+
+    def busy_and_idle(self) -> tuple[str, str]:
+        """Returns the name of the target that serves the only request, and that of the other one."""
+        idle, busy = sorted(("target", "replica"), key=self.slots_in_use)
+        return busy, idle
