@@ -68,8 +68,11 @@ def test_a_bridge_that_is_killed_and_started_again(guest: CandidateClient, caplo
     assert guest.step([SequenceStep(1, IDS[:160])]) == {}
     with launched("bridge", "bridge", "--until-stdin-closes", "--listen", address):
         eventually(lambda: has_candidates(guest))
-    problems = [one.getMessage() for one in caplog.records if one.name == "draftbridge" and one.levelname == "WARNING"]
-    assert 0 < len(problems) == len(set(problems)), "each problem is logged once"
+        # Before this bridge ends as well, which is a new problem.
+        logged = [
+            one.getMessage() for one in caplog.records if one.name == "draftbridge" and one.levelname == "WARNING"
+        ]
+    assert 0 < len(logged) == len(set(logged)), "each problem is logged once"
 
 
 def test_a_bridge_stops_at_once_though_an_engine_is_connected(guest: CandidateClient) -> None:
