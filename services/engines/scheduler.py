@@ -248,9 +248,9 @@ class Scheduler:
                     begun.append(job)
         steps = [job for job in begun if job.lacks <= _MAX_STEP_IDS]
         prompts = [job for job in begun if job.lacks > _MAX_STEP_IDS]
-        chunks = dict(_shared(_SHARED_CHUNK if steps else _CHUNK, [(job, job.lacks) for job in prompts]))
+        chunks = _shared(_SHARED_CHUNK if steps else _CHUNK, [(job, job.lacks) for job in prompts])
         ready = steps + [job for job in prompts if chunks[job] == job.lacks]
-        extras = dict(_shared(_WIDTH - sum(job.lacks for job in steps), [(job, job.extra_count) for job in ready]))
+        extras = _shared(_WIDTH - sum(job.lacks for job in steps), [(job, job.extra_count) for job in ready])
         return [
             (job, self._row(job, chunks.get(job, job.lacks), extras.get(job))) for job in begun if chunks.get(job, 1)
         ]
@@ -306,7 +306,9 @@ class Scheduler:
         except Exception as error:
             if len(planned) > 1:  # runs each job alone, so that only the one at fault fails
                 for one in planned:
-                    if not one[0].future.done():  # it may have left, or was failed because the forward hung
+                    if one[0].future.done():  # it has left, or was failed because the forward hung
+                        self._hold(one[0], 0)
+                    else:
                         self._run([one])
                 return
             self.failure_count += 1
@@ -373,13 +375,13 @@ class Scheduler:
         job.settle(result)
 
 
-def _shared(amount: int, wanted: Sequence[tuple[Job, int]]) -> list[tuple[Job, int]]:
+def _shared(amount: int, wanted: Sequence[tuple[Job, int]]) -> dict[Job, int]:
     """Distributes an amount evenly: jobs that want less than an even share get it all, the others get equal shares."""
-    given = []
+    given = dict[Job, int]()
     left = max(amount, 0)
     for index, (job, want) in enumerate(sorted(wanted, key=lambda one: one[1])):
         part = min(want, left // (len(wanted) - index))
-        given.append((job, part))
+        given[job] = part
         left -= part
     return given
 

@@ -45,6 +45,7 @@ class Slots:
 
     def __init__(self, slot_count: int) -> None:
         self._slots = [Slot(index) for index in range(slot_count)]
+        self._of: dict[object, Slot] = {}
 
     @property
     def held_token_count(self) -> int:
@@ -53,7 +54,7 @@ class Slots:
 
     def of(self, holder: object) -> Slot | None:
         """Returns the slot of a sequence, or None."""
-        return next((slot for slot in self._slots if slot.holder is holder), None)
+        return self._of.get(holder)
 
     def place(self, ids: Sequence[int]) -> SlotChoice | None:
         """Returns the best place for a new sequence, or None if no slot is free."""
@@ -79,7 +80,7 @@ class Slots:
     def take(self, slot: Slot, holder: object, ids: Sequence[int], length: int) -> None:
         """Gives a free slot to a sequence, and records that its cache holds the first `length` of `ids`."""
         assert slot.holder is None
-        slot.holder = holder
+        slot.holder, self._of[holder] = holder, slot
         self.hold(slot, ids, length)
 
     def evict(self, busy: Container[object], before_ns: int) -> object:
@@ -90,8 +91,8 @@ class Slots:
         idle = [slot for slot in self._slots if slot.used_ns < before_ns and slot.holder not in busy]
         if not idle:
             return None
-        slot = min(idle, key=lambda slot: slot.used_ns)
-        holder, slot.holder = slot.holder, None
+        holder = min(idle, key=lambda slot: slot.used_ns).holder
+        self.release(holder)
         return holder
 
     def hold(self, slot: Slot, ids: Sequence[int], length: int) -> None:
@@ -100,5 +101,5 @@ class Slots:
 
     def release(self, holder: object) -> None:
         """Frees a sequence's slot. The cache remains for later sequences."""
-        if slot := self.of(holder):
+        if slot := self._of.pop(holder, None):
             slot.holder = None

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from time import perf_counter_ns
 
 import numpy as np
@@ -10,13 +10,12 @@ import pytest
 
 from bridge.errors import EngineFailure, InvalidGrammar
 from bridge.sampling.sampler import Logits
-from services.engines.engine import Row
 from services.engines.job import Timed
 from services.engines.scheduler import Scheduler
 from services.engines.sequence import CachedSequence
 from services.engines.slots import Slots
 from tests.support.waiting import eventually
-from tests.support.watched import Watched, after, drop, ids
+from tests.support.watched import Holding, Watched, after, drop, ids
 
 
 @pytest.fixture
@@ -118,12 +117,6 @@ async def test_a_crash_fails_the_sequence_concerned_and_no_other(engine: Watched
 
 
 async def test_a_forward_that_fails_is_not_repeated_for_sequences_that_have_left() -> None:
-    class Holding(Watched):
-        def forward(self, rows: Sequence[Row]) -> list[Logits]:
-            if len(rows) > 1:
-                self.gate.clear()
-            return super().forward(rows)
-
     engine = Holding()
     scheduler = Scheduler(lambda: engine)
     engine.gate.clear()

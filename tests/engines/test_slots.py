@@ -13,7 +13,7 @@ from services.engines.sequence import CachedSequence
 from services.errors import SlotsExhausted
 from tests.support.depth import examples
 from tests.support.waiting import eventually
-from tests.support.watched import Watched, after, drop, ids
+from tests.support.watched import Holding, Watched, after, drop, ids
 
 
 async def test_ten_sequences_with_one_beginning_read_it_once() -> None:
@@ -39,6 +39,37 @@ async def test_a_slot_whose_forward_failed_is_not_trusted() -> None:
         await drop(scheduler, [*good, Watched.poison])
     engine._cache[0] = [99] * 40
     np.testing.assert_array_equal((await drop(scheduler, [*good, 50]))[-1], engine.logits([*good, 50]))
+    assert engine.forwards[-1][0].keep == 0
+    scheduler.close()
+
+
+async def test_a_slot_whose_sequence_left_during_a_forward_that_failed_is_not_trusted() -> None:
+    """The forward has written another token where the slot still claims a rejected candidate."""
+    engine = Holding(slot_count=3)
+    scheduler = Scheduler(lambda: engine)
+    good = ids(40, 1)
+    leaving, failing = CachedSequence(scheduler), CachedSequence(scheduler)
+    for sequence in (leaving, failing):
+        sequence.replace(0, good)
+        await sequence.forward([50], np.array)
+    leaving.accept([60], 0)
+    failing.accept([Watched.poison], 0)
+    engine.gate.clear()
+    other = asyncio.create_task(drop(scheduler, ids(6)))
+    await asyncio.to_thread(eventually, lambda: len(engine.forwards) == 3)
+    running = [asyncio.create_task(one.forward((), np.array)) for one in (leaving, failing)]
+    await asyncio.to_thread(eventually, lambda: scheduler._inbox.qsize() == 2)
+    engine.gate.set()
+    await other
+    await asyncio.to_thread(eventually, lambda: len(engine.forwards) == 4)
+    running[0].cancel()
+    await asyncio.sleep(0)
+    leaving.close()
+    engine.gate.set()
+    with pytest.raises(EngineFailure):
+        await running[1]
+    failing.close()
+    np.testing.assert_array_equal((await drop(scheduler, [*good, 50, 70]))[-1], engine.logits([*good, 50, 70]))
     assert engine.forwards[-1][0].keep == 0
     scheduler.close()
 

@@ -48,6 +48,15 @@ class Watched(tiny.HashEngine):
         return sum(len(row.token_ids) for rows in self.forwards for row in rows)
 
 
+class Holding(Watched):
+    """Holds each forward of several rows until `gate` is set again."""
+
+    def forward(self, rows: Sequence[Row]) -> list[Logits]:
+        if len(rows) > 1:
+            self.gate.clear()
+        return super().forward(rows)
+
+
 async def after(scheduler: Scheduler, ids: Sequence[int], extra: Sequence[int] = ()) -> np.ndarray:
     """Returns the logits after `ids` from a new sequence, which stays open."""
     sequence = CachedSequence(scheduler)
