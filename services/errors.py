@@ -112,11 +112,12 @@ class Exhausted(DraftBridgeError, reason="EXHAUSTED"):
 class SlotsExhausted(Exhausted, reason="SLOTS_EXHAUSTED"):
     """A model server is full."""
 
-    def __init__(self, count: int, waiting: int) -> None:
-        problem = f"all {count} slots of this model server are in use, and its queue of {waiting} requests is full"
-        super().__init__(
-            problem, "or start it with more --slots or a longer --queue", slot_count=count, queue_limit=waiting
-        )
+    def __init__(self, count: int, waiting: int | None = None) -> None:
+        """`waiting`: the length of its queue, which is full; None if it has no queue."""
+        problem, remedy = f"all {count} slots of this model server are in use", "or start it with more --slots"
+        if waiting is not None:
+            problem, remedy = f"{problem}, and its queue of {waiting} requests is full", f"{remedy} or a longer --queue"
+        super().__init__(problem, remedy, slot_count=count, queue_limit=waiting or 0)
 
 
 class BridgeBusy(Exhausted, reason="BRIDGE_BUSY"):

@@ -9,6 +9,7 @@ from array import array
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 # Shorter matches predict almost nothing, and longer ones predict no better.
 MIN_MATCH_BYTES = 4
@@ -43,6 +44,9 @@ class SuffixMatcher:
         self._limit = 1 << (limit.bit_length() - 1)
         self._rebuild(bytearray(text))
 
+    def __len__(self) -> int:
+        return len(self._text)
+
     def append(self, data: bytes | bytearray) -> None:
         """Adds to the end of the text."""
         if len(self._text) + len(data) > len(self._last):  # so rare that the average time per byte stays constant
@@ -53,9 +57,12 @@ class SuffixMatcher:
 
     def cut(self, length: int) -> None:
         """Removes all but the first `length` bytes, in constant time per byte."""
-        for end in reversed(range(length, len(self._text))):
-            self._last[self._slot(self._text, end)] = self._before.pop()
-        del self._text[length:]
+        if length < len(self._text):
+            slots = self._slots(length, len(self._text))
+            # Of the places removed from a slot, the first one comes last here, and its assignment wins.
+            before = np.array(self._before[length:], np.int32)
+            np.frombuffer(self._last, np.int32)[slots[::-1]] = before[::-1]
+            del self._before[length:], self._text[length:]
 
     def match(self, ahead: bytes = b"") -> Match | None:
         """Returns the longest match of the text's end followed by `ahead`; a tie goes to the latest.
@@ -109,11 +116,7 @@ class SuffixMatcher:
     def _index_block(self, first: int) -> None:
         """Adds many places, starting at `first`, with the same result as one by one but many times faster."""
         places = np.arange(first, min(first + _MAX_BLOCK_PLACES, len(self._text)), dtype=np.int32)
-        # A copy, because a bytearray with a view cannot grow. Zeros fill in for bytes before the start of the text.
-        data = self._text[max(first - MIN_MATCH_BYTES, 0) : places[-1]]
-        padded = np.frombuffer(data.rjust(len(places) + MIN_MATCH_BYTES - 1, b"\0"), np.uint8).astype(np.uint32)
-        strings = padded[:-3] << 24 | padded[1:-2] << 16 | padded[2:-1] << 8 | padded[3:]
-        slots = strings * np.uint32(_HASH_FACTOR) >> np.uint32(self._shift)
+        slots = self._slots(first, first + len(places))
         # A stable argsort by slot, several times faster than NumPy's.
         order = np.sort(slots.astype(np.int64) << 32 | np.arange(len(slots))) & 0xFFFFFFFF
         slots, places = slots[order], places[order]
@@ -123,6 +126,15 @@ class SuffixMatcher:
         before[order] = np.where(is_first, last[slots], np.roll(places, 1))
         last[slots] = places  # the last assignment to each slot, its latest place, wins
         self._before.frombytes(before.tobytes())
+
+    def _slots(self, first: int, end: int) -> NDArray[np.uint32]:
+        """Returns the slots of the places from `first` to `end`, as `_slot` gives them."""
+        # A copy, because a bytearray with a view cannot grow. Zeros fill in for bytes before the start of the text.
+        data = self._text[max(first - MIN_MATCH_BYTES, 0) : end - 1]
+        padded = np.frombuffer(data.rjust(end - first + MIN_MATCH_BYTES - 1, b"\0"), np.uint8).astype(np.uint32)
+        strings = padded[:-3] << 24 | padded[1:-2] << 16 | padded[2:-1] << 8 | padded[3:]
+        slots: NDArray[np.uint32] = np.right_shift(strings * np.uint32(_HASH_FACTOR), np.uint32(self._shift))
+        return slots
 
     def _slot(self, text: bytes | bytearray, end: int) -> int:
         string = int.from_bytes(text[max(end - MIN_MATCH_BYTES, 0) : end])

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -87,7 +88,7 @@ def fastest(
     file = cache_directory().parent / "engines" / f"{_key(rivals, paths, options, drafts, deterministic)}.json"
 
     def try_one(name: str) -> tuple[float, bool]:
-        timings = (attempt or _attempt)(name, paths[name], chosen[name], deterministic)
+        timings = (attempt or partial(_attempt, drafts=drafts))(name, paths[name], chosen[name], deterministic)
         costs = [(width, timing.taken_ns) for width, timing in timings]
         return speed(costs, drafts=drafts), any(timing.disturbed for _, timing in timings)
 
@@ -150,10 +151,11 @@ def _weights(spec: EngineSpec, options: EngineOptions) -> Weights:
     return spec.auto_weights if options.weights is Weights.AUTO else options.weights
 
 
-def _attempt(name: str, path: Path, options: EngineOptions, deterministic: bool | None) -> Timings:
+def _attempt(name: str, path: Path, options: EngineOptions, deterministic: bool | None, *, drafts: bool) -> Timings:
     """Measures an engine in another process. Raises `_TrialFailed`."""
+    given = _encoded(options, deterministic, drafts)
     try:
-        done = run(__name__, name, str(path), _encoded(options, deterministic), seconds=_TIMEOUT_SECONDS)
+        done = run(__name__, name, str(path), given, seconds=_TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired:
         raise _TrialFailed(f"its trial took more than {_TIMEOUT_SECONDS} s", passing=True) from None
     last = (done.stdout.strip().splitlines() or [""])[-1]
@@ -166,13 +168,13 @@ def _attempt(name: str, path: Path, options: EngineOptions, deterministic: bool 
     return [(width, Timing(**timing)) for width, timing in json.loads(last)]
 
 
-def _encoded(options: EngineOptions, deterministic: bool | None) -> str:
-    return json.dumps(asdict(options) | {"deterministic": deterministic}, default=str)
+def _encoded(options: EngineOptions, deterministic: bool | None, drafts: bool) -> str:
+    return json.dumps(asdict(options) | {"deterministic": deterministic, "drafts": drafts}, default=str)
 
 
-def _decoded(text: str) -> tuple[EngineOptions, bool | None]:
+def _decoded(text: str) -> tuple[EngineOptions, bool | None, bool]:
     given = json.loads(text)
-    deterministic = given.pop("deterministic")
+    deterministic, drafts = given.pop("deterministic"), given.pop("drafts")
     gaudi = given["gaudi"]
     file = gaudi["quant_config"]
     given |= {
@@ -180,7 +182,7 @@ def _decoded(text: str) -> tuple[EngineOptions, bool | None]:
         "weights": Weights(given["weights"]),
         "gaudi": GaudiOptions(**gaudi | {"quant_config": Path(file) if file else None}),
     }
-    return EngineOptions(**given), deterministic
+    return EngineOptions(**given), deterministic, drafts
 
 
 def _size(path: Path) -> int:
@@ -231,7 +233,7 @@ def main() -> None:
     from services.engines.registry import engine_spec
 
     name, path = sys.argv[1], Path(sys.argv[2])
-    options, deterministic = _decoded(sys.argv[3])
+    options, deterministic, drafts = _decoded(sys.argv[3])
     limit_spinning()  # as a server does
     bind_threads(options.device, options.threads, compiles=options.compile)
     try:
@@ -243,7 +245,8 @@ def main() -> None:
     engine = as_served(opened, deterministic)
     if engine is opened:
         warm(engine, (1, 2, 3, 4, 6, 8, 12))
-    print(json.dumps([(width, asdict(timing)) for width, timing in measure(engine, all_logits=True)]))
+    found = measure(engine, all_logits=False, widths=(1,)) if drafts else measure(engine, all_logits=True)
+    print(json.dumps([(width, asdict(timing)) for width, timing in found]))
 
 
 if __name__ == "__main__":

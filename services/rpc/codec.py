@@ -13,7 +13,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from bridge.errors import InvalidField, require
 from bridge.generation import Delta, Finished
 from bridge.planning.planner import Mode
-from bridge.ports import Candidates, FinishReason, Grant, Logprob, Pass, Proposal, Run, Sync
+from bridge.ports import MAX_MEASURED_NS, Candidates, FinishReason, Grant, Logprob, Pass, Proposal, Run, Sync
 from bridge.sampling.grammar import Grammar, GrammarKind
 from bridge.sampling.sampler import SamplingParameters
 from bridge.sources.ngrams import NgramMemory
@@ -284,7 +284,7 @@ def read_proposal(message: draft_pb2.DraftResponse) -> Proposal:
 
 
 def write_proposal(proposal: Proposal) -> draft_pb2.DraftResponse:
-    return draft_pb2.DraftResponse(**vars(proposal))
+    return draft_pb2.DraftResponse(**_sendable(proposal))
 
 
 def read_run(message: target_pb2.VerifyRun) -> Run:
@@ -355,7 +355,14 @@ def write_pass(result: Pass) -> target_pb2.VerifyResponse:
         "logprobs": write_logprobs(result.logprobs),
         "finish_reason": write_finish_reason(result.finish_reason),
     }
-    return target_pb2.VerifyResponse(**(vars(result) | translated))
+    return target_pb2.VerifyResponse(**(_sendable(result) | translated))
+
+
+def _sendable(result: Pass | Proposal) -> dict[str, Any]:
+    """Returns the fields of a result, with times of an hour at most: a slow machine may need longer for a prompt."""
+    return {
+        name: min(value, MAX_MEASURED_NS) if name.endswith("_ns") else value for name, value in vars(result).items()
+    }
 
 
 def write_finish_reason(reason: FinishReason | None) -> sampling_pb2.FinishReason.ValueType:

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager
 from pathlib import Path
@@ -121,6 +122,22 @@ async def test_each_byte_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert read == synced
 
 
+async def test_other_requests_go_on_while_a_long_text_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = list[int]()
+    cut = SuffixMatcher.cut
+
+    def noted(self: SuffixMatcher, length: int) -> None:
+        threads.append(threading.get_ident())
+        cut(self, length)
+
+    monkeypatch.setattr(SuffixMatcher, "cut", noted)
+    async with session() as (draft, proposals):
+        for epoch, text in enumerate((b"ab" * 40_000, b"short", b"short, too"), start=1):
+            await draft.sync(Sync(epoch, 0, tuple(text), 0, 1))
+            await anext(proposals)
+    assert [one == threading.get_ident() for one in threads] == [False, False, True]
+
+
 @pytest.mark.parametrize(
     ("sync", "error"),
     [
@@ -165,8 +182,9 @@ async def test_sessions_hold_at_most_the_given_number_of_slots() -> None:
     await propose(sessions[0])
     await propose(sessions[1])
     for late in sessions[2:4]:
-        with pytest.raises(SlotsExhausted, match="--slots"):
+        with pytest.raises(SlotsExhausted, match="--slots") as refused_:
             await propose(late)
+        assert "--queue" not in str(refused_.value), "it has none"
         late.close()
     for _ in range(2):
         sessions[0].close()

@@ -13,6 +13,7 @@ from draftbridge import Client
 from services.cli.processes import fleet
 from services.engines import spec as specs
 from services.engines.ik_llama import spec as ik_llama
+from services.engines.openvino.spec import OPENVINO
 from services.engines.registry import choose_engine, engine_spec, engines, prepare
 from services.engines.spec import Dtype, EngineOptions, GaudiOptions, Weights
 from services.engines.torch import spec as torch_spec
@@ -90,6 +91,19 @@ def test_auto_takes_the_first_installed_engine_that_runs_the_model(
     assert chosen(built_in) == "ik_llama"
     monkeypatch.setattr(ik_llama, "missing_instructions", lambda: "avx2")
     assert chosen(built_in) == "torch"
+
+
+def test_auto_passes_over_openvino_in_a_version_that_it_cannot_use(
+    tiny_models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operators = pytest.importorskip("openvino.op", reason="openvino is not installed")
+    monkeypatch.setattr(specs, "find_spec", lambda name: find_spec("json"))
+    for name in ("engine", "graph"):
+        monkeypatch.delitem(sys.modules, f"services.engines.openvino.{name}", raising=False)
+    monkeypatch.delattr(operators, "_PagedAttentionExtension")
+    assert choose_engine("auto", str(tiny_models[0]), EngineOptions(device="cpu"))[0].name == "torch"
+    with pytest.raises(UnusableModel, match=r"in another version .*pip install"):
+        OPENVINO.open(tiny_models[0], EngineOptions(device="cpu"))
 
 
 def test_auto_compares_only_engines_that_support_the_options(

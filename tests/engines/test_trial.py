@@ -281,7 +281,8 @@ def test_auto_passes_over_an_engine_with_fewer_slots(monkeypatch: pytest.MonkeyP
 def test_all_options_reach_the_process_of_a_trial() -> None:
     gaudi = GaudiOptions(max_graphs=3, quant_config=Path("maxabs.json"))
     for options in (OPTIONS, replace(OPTIONS, weights=Weights.INT8, dtype=Dtype.BFLOAT16, gaudi=gaudi)):
-        assert trial._decoded(trial._encoded(options, True)) == (options, True)
+        for drafts in (True, False):
+            assert trial._decoded(trial._encoded(options, True, drafts)) == (options, True, drafts)
 
 
 def test_a_trial_has_as_much_memory_for_its_sequence_as_the_server(
@@ -299,7 +300,7 @@ def test_a_trial_has_as_much_memory_for_its_sequence_as_the_server(
     keys = set[str]()
     for byte_count, slot_count in ((2 << 30, 8), (8 << 30, 2), (1 << 20, 8)):
         options = replace(OPTIONS, cache_byte_limit=byte_count, slot_count=slot_count, threads=1)
-        monkeypatch.setattr("sys.argv", ["trial", "llamacpp", str(tmp_path), trial._encoded(options, None)])
+        monkeypatch.setattr("sys.argv", ["trial", "llamacpp", str(tmp_path), trial._encoded(options, None, False)])
         with pytest.raises(SystemExit):
             trial.main()
         keys.add(trial._key([spec], {}, options, False, None))
@@ -332,7 +333,7 @@ def test_a_trial_in_a_process_of_its_own(
 ) -> None:
     """The torch engine is measured; a library that cannot be loaded, as of another platform, is refused."""
     options = replace(OPTIONS, threads=1)
-    costs = trial._attempt("torch", tiny_models[0], options, False)
+    costs = trial._attempt("torch", tiny_models[0], options, False, drafts=False)
     assert [width for width, _ in costs][:4] == [1, 2, 3, 4] and all(timing.taken_ns > 0 for _, timing in costs)
     broken = tmp_path / "ik_llama_cpp"
     broken.mkdir()
@@ -340,4 +341,4 @@ def test_a_trial_in_a_process_of_its_own(
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *os.environ.get("PYTHONPATH", "").split(":")]))
     with pytest.raises(trial._TrialFailed, match=r"cannot be loaded \(wrong ELF class\)"):
-        trial._attempt("ik_llama", tmp_path / "model.gguf", options, False)
+        trial._attempt("ik_llama", tmp_path / "model.gguf", options, False, drafts=True)

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from bridge.errors import PromptTooLong, ProtocolViolation, TokenOutOfRange
-from bridge.ports import Candidates, FinishReason, Grant, Pass, Run
+from bridge.ports import MAX_MEASURED_NS, Candidates, FinishReason, Grant, Pass, Proposal, Run
 from bridge.sampling.sampler import Logits
 from services.engines.engine import Row
 from services.engines.scheduler import Scheduler
 from services.errors import BaseMismatch, SlotsExhausted
 from services.model.target.session import TargetSession
+from services.rpc import codec
 from tests.support import tiny
 
 MODEL = tiny.model("byte_level")
@@ -318,3 +319,12 @@ async def test_a_grant_before_a_run_is_refused() -> None:
         await session.grant(Grant(credit=2))
         with pytest.raises(ProtocolViolation, match="send the run first"):
             await anext(aiter(session.passes()))
+
+
+def test_a_prompt_that_takes_hours_is_reported_within_the_limit_that_the_bridge_checks() -> None:
+    hours = 3 * MAX_MEASURED_NS
+    passed = codec.read_pass(codec.write_pass(Pass(0, (5,), 0, 0, forward_ns=hours, queue_ns=hours, waited_ns=7)))
+    assert (passed.forward_ns, passed.queue_ns, passed.waited_ns) == (MAX_MEASURED_NS, MAX_MEASURED_NS, 7)
+    sent = Proposal(1, (5,), (), forward_ns=hours, queue_ns=hours, read_ns=hours)
+    proposal = codec.read_proposal(codec.write_proposal(sent))
+    assert {proposal.forward_ns, proposal.queue_ns, proposal.read_ns} == {MAX_MEASURED_NS}

@@ -17,12 +17,14 @@ from services.engines.engine import Row, by_row, check, check_copy, slot_room
 
 try:
     import openvino as ov
+
+    from services.engines.openvino.graph import cache_names, with_attention
 except ImportError as error:
     raise UnusableModel(
-        "the openvino engine is not installed: pip install '.[openvino]' in the checkout, or use --engine torch"
+        f"the openvino engine is not installed, or in another version ({error}): "
+        "pip install '.[openvino]' in the checkout, or use --engine torch"
     ) from error
 
-from services.engines.openvino.graph import cache_names, with_attention
 from services.engines.openvino.padding import Padding, measured_budget
 
 # Measured: how much the difference of a position's two best logits varied over widths 1 to 16 on SmolLM2-135M and

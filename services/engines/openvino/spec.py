@@ -92,8 +92,10 @@ def _open(path: Path, options: EngineOptions) -> "Engine":
 def _passed_over(model: str, options: EngineOptions) -> str:
     if options.compile or options.weights is Weights.INT8 or not options.on_cpu:
         return "torch is preferred for --compile, for --weights int8 and for devices other than the CPU"
-    from services.engines.openvino.engine import refuses
-
+    try:
+        from services.engines.openvino.engine import refuses
+    except UnusableModel as error:
+        return str(error)
     return "it cannot compute in this data type on CPUs" if refuses(options.dtype.value, options.threads) else ""
 
 

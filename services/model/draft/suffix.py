@@ -15,7 +15,7 @@ from services.model.draft.credit import CreditedSession
 
 # The most bytes that a `SuffixMatcher` indexes.
 _CONTEXT_BYTES = 1 << 20
-# Indexing this many bytes takes long enough to delay other requests, so it is done in a thread.
+# Indexing or removing this many bytes takes long enough to delay other requests, so it is done in a thread.
 _THREAD_MIN_BYTES = 1 << 14
 
 
@@ -35,7 +35,7 @@ class SuffixModel:
 
     def _take(self) -> None:
         if self._taken_count == self.slot_count:
-            raise SlotsExhausted(self.slot_count, 0)
+            raise SlotsExhausted(self.slot_count)
         self._taken_count += 1
 
     def _give_back(self) -> None:
@@ -100,13 +100,17 @@ class SuffixSession(CreditedSession):
 
     async def _learn(self) -> None:
         """Indexes the rest of the sequence. Each byte is indexed once and removed at most once."""
-        self._drafter.cut(self._known)
-        news = self._text[self._known :]
+        known, news = self._known, self._text[self._known :]
         self._known = len(self._text)
-        if len(news) < _THREAD_MIN_BYTES:
-            self._drafter.append(news)
+        # Cutting and indexing take constant time per byte.
+        if len(self._drafter) - known + len(news) < _THREAD_MIN_BYTES:
+            self._index(known, news)
         else:
-            await asyncio.to_thread(self._drafter.append, news)
+            await asyncio.to_thread(self._index, known, news)
+
+    def _index(self, known: int, news: bytes | bytearray) -> None:
+        self._drafter.cut(known)
+        self._drafter.append(news)
 
 
 def _tokenizer_json() -> bytes:
