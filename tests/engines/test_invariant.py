@@ -15,7 +15,7 @@ from services.engines.engine import Row
 from services.engines.fixed_width import made_invariant
 from services.engines.torch.cache import attention
 from services.engines.torch.engine import TorchEngine
-from services.engines.torch.invariant import SIZES, size_of
+from services.engines.torch.invariant import SIZES, divided, size_of
 from services.engines.torch.packed import PackedLinear
 from tests.support.engine_contract import FAMILIES, EngineContract, expected, family, saved
 
@@ -47,8 +47,7 @@ def test_products_that_are_not_packed_and_experts_are_not_invariant(name: str, t
     assert engine.logit_tolerance > 0
 
 
-@pytest.mark.parametrize("place", [0, -1])
-@pytest.mark.parametrize("odd", SIZES)
+@pytest.mark.parametrize(("odd", "place"), [(4, 0), (6, -1), (12, 0), (24, -1), (32, 0), (48, -1), (128, 0)])
 def test_a_product_that_rounds_differently_at_one_size_is_found(
     odd: int, place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,14 +65,14 @@ def test_a_product_that_rounds_differently_at_one_size_is_found(
         return found
 
     monkeypatch.setattr(PackedLinear, "product", product)
-    assert engine.make_invariant() is (odd > 32), "then forwards are smaller"
+    assert engine.make_invariant() is (odd > 32), "then products are smaller"
     assert engine.logit_tolerance == 0.0 or odd <= 32
 
 
 def test_a_product_that_rounds_differently_above_32_rows_gets_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As AMX does in bfloat16."""
+    """As AMX does in bfloat16. Forwards are as wide as before."""
     model = saved(FAMILIES["llama"], tmp_path)
     engine = invariant(TorchEngine(tmp_path, dtype="float32", slot_count=2))
     plain, counts = PackedLinear.product, set[int]()
@@ -83,13 +82,57 @@ def test_a_product_that_rounds_differently_above_32_rows_gets_no_more(
         return plain(self, rows) * (1 + (rows.shape[-2] > 32) * torch.finfo(torch.float32).eps)
 
     monkeypatch.setattr(PackedLinear, "product", product)
-    assert engine.make_invariant() and max(counts) == 64
+    assert engine.make_invariant() and max(counts) == 48 and engine._invariant_width == SIZES[-1]
     counts.clear()
     ids = [int(id_) for id_ in np.random.default_rng(1).integers(0, 120, 100)]
     (whole,) = engine.forward([Row(0, 0, tuple(ids), 0)])
     np.testing.assert_allclose(whole, expected(model, ids), atol=1e-4)
     parts = [engine.forward([Row(1, start, tuple(ids[start : start + 7]), 0)])[0] for start in range(0, 100, 7)]
     assert np.concatenate(parts).tobytes() == whole.tobytes() and max(counts) == 32
+
+
+def test_an_activation_that_rounds_differently_in_a_wide_forward_makes_forwards_narrower(tmp_path: Path) -> None:
+    """As where a thread's share of its elements is no multiple of what the processor computes at once."""
+    model = saved(FAMILIES["llama"], tmp_path)
+    engine = invariant(TorchEngine(tmp_path, dtype="float32", slot_count=2))
+    rounded = engine._model.model.layers[-1].mlp
+    plain, widths = rounded.act_fn.forward, set[int]()
+
+    def activation(rows: torch.Tensor) -> torch.Tensor:
+        widths.add(rows.shape[-2])
+        return plain(rows) * (1 + (rows.shape[-2] > 64) * 1e-3)
+
+    rounded.act_fn.forward = activation
+    assert engine.make_invariant() and max(widths) == 96
+    widths.clear()
+    ids = [int(id_) for id_ in np.random.default_rng(1).integers(0, 120, 150)]
+    (whole,) = engine.forward([Row(0, 0, tuple(ids), 0)])
+    np.testing.assert_allclose(whole, expected(model, ids), atol=1e-4)
+    parts = [engine.forward([Row(1, start, tuple(ids[start : start + 9]), 0)])[0] for start in range(0, 150, 9)]
+    assert np.concatenate(parts).tobytes() == whole.tobytes() and max(widths) == 64
+    rounded.act_fn.forward = lambda rows: activation(rows) * (1 + (rows.shape[-2] > 12) * 1e-3)
+    assert not engine.make_invariant()
+
+
+@pytest.mark.parametrize(("count", "branch_count"), [(3, 9), (31, 1), (31, 2), (32, 70), (64, 5), (100, 33)])
+def test_branches_that_do_not_fit_into_a_forward_have_the_same_logits(
+    count: int, branch_count: int, tmp_path: Path
+) -> None:
+    saved(FAMILIES["llama"], tmp_path)
+    engine = invariant(TorchEngine(tmp_path, dtype="float32", slot_count=2))
+    ids = [int(id_) for id_ in np.random.default_rng(1).integers(0, 120, count)]
+    branches = [(index % count, 5 + index) for index in range(branch_count)]
+    row = Row(0, 0, tuple(ids), count - 1)
+    engine._invariant_width = 32
+    found = engine.forward_branches(row, branches)
+    assert len(found) == 1 + branch_count
+    assert found[0].tobytes() == engine.forward([Row(1, 0, tuple(ids), count - 1)])[0].tobytes()
+    for logits, (index, id_) in zip(found[1:], branches, strict=True):
+        text = (*ids[:index], id_)
+        assert logits.tobytes() == engine.forward([Row(1, 0, text, index)])[0].tobytes()
+    engine.forward([Row(1, 0, tuple(ids), count)])
+    after = [engine.forward([Row(slot, count, (7, 8), 0)])[0].tobytes() for slot in (0, 1)]
+    assert after[0] == after[1], "the slot holds the row"
 
 
 def test_a_model_that_is_not_invariant_after_all_keeps_its_wide_products(
@@ -142,11 +185,21 @@ def test_attention_after_many_keys_is_found_to_differ(tmp_path: Path, monkeypatc
     assert not engine.make_invariant()
 
 
-@pytest.mark.parametrize(
-    ("count", "limit", "size"), [(1, 64, 4), (5, 32, 6), (33, 64, 48), (33, 32, 36), (64, 32, 64), (130, 64, 132)]
-)
-def test_tokens_are_padded_to_whole_products_and_a_size(count: int, limit: int, size: int) -> None:
-    assert size_of(count, limit) == size
+@pytest.mark.parametrize(("count", "size"), [(1, 4), (5, 6), (33, 48), (64, 64), (97, 128)])
+def test_tokens_are_padded_to_a_size(count: int, size: int) -> None:
+    assert size_of(count) == size
+
+
+def test_a_forward_is_divided_in_the_order_of_its_tokens() -> None:
+    rows = [Row(1, 10, (1, 2, 3, 4, 5), 3), Row(0, 0, (6, 7), 2), Row(2, 4, (8,), 0)]
+    assert divided(rows, (), 4) == [
+        ([Row(1, 10, (1, 2, 3, 4), 3)], ()),
+        ([Row(1, 14, (5,), 0), Row(0, 0, (6, 7), 2), Row(2, 4, (8,), 0)], ()),
+    ]
+    assert divided(rows[:1], ((4, 20), (0, 21)), 4)[1:] == [([Row(1, 14, (5,), 0)], [(0, 20), (-4, 21)])]
+    branches = ((4, 20), (0, 21), (1, 22), (2, 23))
+    again = [Row(1, 14, (5,), 1)]
+    assert divided(rows[:1], branches, 4)[2:] == [(again, [(0, 20), (-4, 21), (-3, 22)]), (again, [(-2, 23)])]
 
 
 @pytest.mark.parametrize("name", [*DENSE, "gpt2", "phimoe", "gpt_oss"])

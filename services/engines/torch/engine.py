@@ -21,6 +21,7 @@ from services.engines.torch.invariant import (
     SIZES,
     SPAN,
     BlockBatch,
+    divided,
     limit_rows,
     make_invariant,
     padded,
@@ -76,8 +77,8 @@ class TorchEngine:
         self._config = self._model.config.get_text_config()
         self._logits = TokenLogits(self._model)
         self._fast: FastForwards | None = None
-        # The most rows of a product in batch-invariant forwards; 0: forwards are not.
-        self._row_limit = 0
+        # The most tokens of a batch-invariant forward; 0: forwards are not.
+        self._invariant_width = 0
         self._least = 1
         self.slot_count = slot_count
         try:
@@ -114,30 +115,31 @@ class TorchEngine:
 
     @property
     def logit_tolerance(self) -> float:
-        return 0.0 if self._row_limit else _TOLERANCES[self._dtype]
+        return 0.0 if self._invariant_width else _TOLERANCES[self._dtype]
 
     def make_invariant(self) -> bool:
         """See `BatchInvariant`."""
-        self._row_limit = 0
+        self._invariant_width = 0
         if self._fast is None and self._device.type == "cpu" and self.context_length >= SIZES[-1]:
             try:
-                self._row_limit = make_invariant(
+                self._invariant_width = make_invariant(
                     self._model,
                     self._caches,
                     self.context_length,
-                    lambda row, limit: self._run_invariant([row], limit),
+                    lambda row: self._run_invariant([row], width=SIZES[-1]),
                     self.vocabulary_size,
                 )
-                if self._row_limit and not self._passes_agree():
+                if self._invariant_width and not self._passes_agree():
                     raise ValueError("logits in batch-invariant passes differ from those in others")
             except Exception:  # the model has passed its self-test, and can be served without
-                self._row_limit = 0
+                self._invariant_width = 0
                 limit_rows(self._model, None)
                 _log.exception("the model does not run in batch-invariant passes")
             else:
-                how = f"yes, up to {self._row_limit} rows at once" if self._row_limit else "no, logits differ by width"
+                width = self._invariant_width
+                how = f"yes, up to {width} tokens at once" if width else "no, logits differ by width"
                 _log.info("batch-invariant passes: %s", how)
-        return self._row_limit > 0
+        return self._invariant_width > 0
 
     @torch.inference_mode()
     def routes_tokens(self) -> bool:
@@ -150,7 +152,7 @@ class TorchEngine:
     def forward(self, rows: Sequence[Row]) -> list[Logits]:
         """See `Engine.forward`."""
         check(self, rows)
-        if self._row_limit:
+        if self._invariant_width:
             return by_row(self._run_invariant(rows).float().numpy(), rows)
         ids, positions, wanted = _flat(rows)
         table = self._fast.run(rows, ids, positions, wanted) if self._fast else None
@@ -167,8 +169,8 @@ class TorchEngine:
     def forward_branches(self, row: Row, branches: Sequence[tuple[int, int]]) -> Logits:
         """See `Branching.forward_branches`."""
         check(self, [row], branches)
-        run = self._run_invariant if self._row_limit else self._run_plain
-        return run([row], branches=branches).float().cpu().numpy()
+        run = self._run_invariant if self._invariant_width else self._run_plain
+        return run([row], branches).float().cpu().numpy()
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, token_count: int) -> None:
@@ -182,12 +184,17 @@ class TorchEngine:
         return self._run(batch, *_flat(rows, branches), lambda _: self._least)
 
     def _run_invariant(
-        self, rows: Sequence[Row], limit: int | None = None, branches: Sequence[tuple[int, int]] = ()
+        self, rows: Sequence[Row], branches: Sequence[tuple[int, int]] = (), width: int | None = None
     ) -> torch.Tensor:
-        """Returns the same logits, each of which does not depend on what else is in the forward."""
-        limit = limit or self._row_limit
-        batch = BlockBatch(self._caches, rows, branches)
-        return self._run(batch, *_flat(rows, branches), lambda count: size_of(count, limit))
+        """Returns the same logits, each of which does not depend on what else is in the forward.
+
+        `width`: the most tokens of a forward, if it is not `_invariant_width`.
+        """
+        tables = [
+            self._run(BlockBatch(self._caches, part, some), *_flat(part, some), size_of)
+            for part, some in divided(rows, branches, width or self._invariant_width)
+        ]
+        return torch.cat(tables) if len(tables) > 1 else tables[0]
 
     @torch.inference_mode()
     def _passes_agree(self) -> bool:

@@ -1,17 +1,19 @@
 """Batch-invariant forwards: logits depend on the text alone, bit for bit, not on what else is in the forward.
 
-* Products with packed weights have one of a few numbers of rows: tokens, and those whose logits are wanted, are padded
-  to it, and more are divided among several products. oneDNN rounds each row alike up to 64 rows, or up to 32 (bfloat16
-  with AMX).
+* A forward has one of a few numbers of tokens: they are padded to it, as are those whose logits are wanted. More are
+  divided among several forwards. Otherwise torch might divide the elements of an activation among its threads in ever
+  other ways, and the last elements of a thread's share may round differently.
+* Products with packed weights have at most 64 rows, or 32 (bfloat16 with AMX): oneDNN rounds each row alike up to that.
 * Attention runs in blocks of positions that begin at multiples of their size, with the cache ending at a multiple of a
   larger one: the same shape for a position in every forward. Blocks that end there together are a batch.
 * Everything else in a model treats each token separately, except experts: models that have some are not run so.
 
-`make_invariant` checks this on the model at start, because libraries differ by processor.
+`make_invariant` checks this on the model at start, with each number of tokens, because libraries differ by processor.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeAlias
 
 import torch
 from torch.nn.functional import pad
@@ -21,28 +23,62 @@ from services.engines.torch.attention import Scoring
 from services.engines.torch.cache import SlotCaches, attention, branched, causal_mask
 from services.engines.torch.packed import PackedLinear
 
-# The numbers of rows of a product. One or two tokens take no less time than four; with AVX-512 six do not take more
-# either, and seven or eight take a fifth more.
-SIZES = (4, 6, 8, 12, 16, 24, 32, 48, 64)
-# The most rows of a product: the first number with which all smaller ones agree.
-_LIMITS = (SIZES[-1], 32)
+# The numbers of tokens of a forward. One or two take no less time than four; with AVX-512 six do not take more either,
+# and seven or eight take a fifth more. A prompt of 512 takes 3% to 10% longer in four forwards than in one.
+SIZES = (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+# The most rows of a product: the first number with which most numbers of tokens agree.
+_LIMITS = (64, 32)
 # Positions of a block of attention, and of the span of blocks whose end is where a block's keys end. More of either
 # computes more padding, fewer take more calls. A slot holds a multiple of a span.
 _BLOCK, SPAN = 4, 64
 # Tokens before those whose logits are compared: more than 512, whose keys torch's attention treats as a group. They are
 # the first ones of these, again and again.
 _COMPARED_AFTER, _REPEATED = 576, 16
-# What is compared with 64 tokens: first token and number of tokens, in an order in which no part needs what an earlier
-# one cleared. Also without those of more than 32, they have all sizes and all tokens, and not all begin where a block
-# does.
+# The most tokens are compared with forwards of this many: first token and number of tokens, in an order in which none
+# needs what an earlier one cleared. They have all sizes, and few of them begin where a block does.
+_REFERENCE = 32
 _COMPARED = SIZES[-1]
-_PARTS = ((60, 4), (40, 24), (31, 12), (5, 6), (3, 48), (0, 8), (0, 16), (0, 32), (0, 64))
+_PARTS = ((124, 4), (101, 6), (95, 8), (81, 12), (62, 16), (40, 24), (31, 48), (5, 64), (3, 96), (0, 128))
+
+# The rows and branches of a forward.
+Part: TypeAlias = tuple[list[Row], Sequence[tuple[int, int]]]
 
 
-def size_of(count: int, limit: int) -> int:
-    """Returns the number of tokens that `count` of them are padded to, if a product has at most `limit` rows."""
-    rest = count % limit
-    return count - rest + next(size for size in (0, *SIZES) if size >= rest)
+def size_of(count: int) -> int:
+    """Returns the number of tokens that `count` of them are padded to."""
+    return next(size for size in SIZES if size >= count)
+
+
+def divided(rows: Sequence[Row], branches: Sequence[tuple[int, int]], limit: int) -> list[Part]:
+    """Returns the rows and branches of forwards of at most `limit` tokens, in order, that compute the same as one.
+
+    Branches are of a single row. If they do not fit into its last forward, they follow its last token, which runs
+    again.
+    """
+    parts, room = [list[Row]()], limit
+    for row in rows:
+        start = 0
+        while start < len(row.token_ids):
+            if not room:
+                parts.append([])
+                room = limit
+            ids = row.token_ids[start : start + room]
+            wanted = min(max(row.logits_from - start, 0), len(ids))
+            parts[-1].append(Row(row.slot, row.keep + start, ids, wanted))
+            start, room = start + len(ids), room - len(ids)
+    found: list[Part] = [(part, ()) for part in parts]
+    if branches and len(branches) <= room:
+        found[-1] = parts[-1], _after(parts[-1][0], rows[0], branches)
+    elif branches:
+        last = Row(rows[0].slot, rows[0].keep + len(rows[0].token_ids) - 1, rows[0].token_ids[-1:], 1)
+        own = _after(last, rows[0], branches)
+        found += [([last], own[at : at + limit - 1]) for at in range(0, len(own), limit - 1)]
+    return found
+
+
+def _after(part: Row, row: Row, branches: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Returns a row's branches with indices into one of its parts: those before it are negative."""
+    return [(index - (part.keep - row.keep), id_) for index, id_ in branches]
 
 
 def padded(indices: Sequence[int], size: int) -> list[int]:
@@ -166,12 +202,12 @@ def make_invariant(
     model: torch.nn.Module,
     caches: SlotCaches,
     context_length: int,
-    forward: Callable[[Row, int], torch.Tensor],
+    forward: Callable[[Row], torch.Tensor],
     vocabulary_size: int,
 ) -> int:
     """Limits the rows of products so that a position's logits are the same bit for bit in each forward.
 
-    Returns that limit, 64 or 32, or 0 if they would differ nevertheless. `forward` runs one row with the given limit
+    Returns the most tokens of a forward, 32 to 128, or 0 if logits would differ nevertheless. `forward` runs one row
     and returns its logits. Overwrites slot 0. Models in which a packed layer gets only some tokens, as experts do, are
     refused: its numbers of rows would not be those that are compared. What is compared are a few positions after 576
     others at most, so windows larger than that and longer texts are taken on trust.
@@ -184,29 +220,31 @@ def make_invariant(
     ids = sample_ids(_COMPARED, vocabulary_size)
     keep = min(_COMPARED_AFTER, (context_length - _COMPARED) // SPAN * SPAN)
 
-    def agree(limit: int) -> bool:
+    def agreeing(limit: int) -> int:
+        """Returns the number of tokens up to which all numbers agree, or 0 if it is less than 32."""
         limit_rows(model, limit)
 
         def logits(start: int, size: int) -> torch.Tensor:
             """Returns the logits of some tokens, empty if a product got another number of rows."""
             counts.clear()
-            found = forward(Row(0, keep + start, ids[start : start + size], 0), limit).clone()
+            found = forward(Row(0, keep + start, ids[start : start + size], 0)).clone()
             return found if counts == {size} else found[:0]
 
-        forward(Row(0, 0, ids[:_REPEATED], _REPEATED), limit)
+        forward(Row(0, 0, ids[:_REPEATED], _REPEATED))
         caches.repeat(0, _REPEATED, keep)
-        whole = torch.cat([logits(start, limit) for start in range(0, _COMPARED, limit)])
-        # Not with the limit itself, which `whole` consists of.
-        parts = [(start, size) for start, size in _PARTS if size < limit or limit < size == _COMPARED]
-        return len(whole) == _COMPARED and all(
-            torch.equal(logits(start, size), whole[start : start + size]) for start, size in parts
-        )
+        whole = torch.cat([logits(start, _REFERENCE) for start in range(0, _COMPARED, _REFERENCE)])
+        for start, size in _PARTS:
+            if not torch.equal(logits(start, size), whole[start : start + size]):
+                return SIZES[SIZES.index(size) - 1] if size > _REFERENCE else 0
+        return _COMPARED
 
+    most, rows = 0, None
     with _row_counts(model, counts):
-        found = next((limit for limit in _LIMITS if agree(limit)), 0)
-    if not found:
-        limit_rows(model, None)
-    return found
+        for limit in _LIMITS:
+            if most < _COMPARED and (found := agreeing(limit)) > most:
+                most, rows = found, limit
+    limit_rows(model, rows)
+    return most
 
 
 def limit_rows(model: torch.nn.Module, limit: int | None) -> None:
