@@ -18,6 +18,7 @@ from services.grammars.schema import (
     check_schema,
     complete_formats,
     encode_references,
+    narrow_patterns,
     refused_part,
 )
 
@@ -96,7 +97,9 @@ def _refused_at(tokenizer: LLTokenizer, grammar: Grammar, reason: str) -> Invali
         matcher = LLMatcher(tokenizer, _lark_of(schema), log_level=0, limits=_LIMITS)
         return _OUTER_PLACE.sub("", matcher.get_error()) if matcher.is_error() else ""
 
-    path, reason = refused_part(json.loads(grammar.text), refusal)
+    schema = json.loads(grammar.text)
+    narrow_patterns(schema)
+    path, reason = refused_part(schema, refusal)
     return refused(grammar, reason, f" at {path}")
 
 
@@ -138,6 +141,7 @@ def _source(grammar: Grammar) -> str:
             check_schema(json.loads(schema))  # the library's copy has rounded large integers
             value = json.loads(source)["grammars"][0]["json_schema"]
             value.pop("$schema", None)  # under older ones, the library ignores some keywords
+            narrow_patterns(value)
             complete_formats(value)
             encode_references(value)
             return _lark_of(value)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from services.grammars.schema import UnsupportedPart, check_schema, complete_formats, encode_references
+from services.grammars.schema import UnsupportedPart, check_schema, complete_formats, encode_references, narrow_patterns
 
 _TOKEN = re.compile(
     r'(?P<terminal>"(?:\\.|[^"\\\n])*"i?|/(?:\\.|[^/\\])+/[imslux]*)|(?P<skip>(?://|#)[^\n]*|\s+)'
@@ -57,11 +57,18 @@ def check_lark(text: str) -> None:
 
 
 def complete_schemas(text: str) -> str:
-    """Returns a grammar with what the library leaves out of its JSON schemas. Lines keep their numbers."""
+    """Returns a grammar with what the library leaves out of its JSON schemas. Lines keep their numbers.
+
+    Raises `UnsupportedPart`.
+    """
     for one in reversed([one for one in _tokens(text) if one.text == "%json"]):
         begin = _value_begin(text, one.begin + len(one.text))
         value, end = json.JSONDecoder().raw_decode(text, begin)
         before = json.dumps(value)
+        try:
+            narrow_patterns(value)
+        except UnsupportedPart as error:
+            raise UnsupportedPart(f"at {one.place}: %json: {error}") from None
         complete_formats(value)
         encode_references(value)
         if (source := json.dumps(value)) != before:

@@ -7,6 +7,8 @@ from time import thread_time
 from typing import Any
 from urllib.parse import quote, unquote
 
+from services.grammars.patterns import narrowed
+
 _TYPES = frozenset(("null", "boolean", "number", "integer", "string", "array", "object"))
 _FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
@@ -166,6 +168,30 @@ def complete_formats(schema: Any) -> None:
                 part["allOf"] = [*part.get("allOf", []), {"pattern": missing}]
             else:
                 part["pattern"] = missing
+
+
+def narrow_patterns(schema: Any) -> None:
+    """Changes the patterns in a schema that the library would not follow. Raises `UnsupportedPart`."""
+    parts = [(path, part) for path, part in _parts(schema, "#") if isinstance(part, dict)]
+    is_referenced = any("/patternProperties/" in part.get("$ref", "") for _, part in parts)
+    for path, part in parts:
+        if "pattern" in part:
+            part["pattern"] = _narrowed(f"{path}/pattern", part["pattern"])
+        if names := part.get("patternProperties"):
+            changed = {_narrowed(f"{path}/patternProperties/{_escaped(one)}", one): names[one] for one in names}
+            # Names with U+0000 no longer match, and must not become additional properties, or listed ones only.
+            others = part.get("additionalProperties") is not False or "\0" in "".join(part.get("properties", ()))
+            if changed.keys() != names.keys() and (others or is_referenced or len(changed) < len(names)):
+                needs = "needs additionalProperties false, and no $ref to its schema"
+                raise UnsupportedPart(f'at {path}/patternProperties: a class without " or \\ {needs}')
+            part["patternProperties"] = changed
+
+
+def _narrowed(path: str, pattern: str) -> str:
+    try:
+        return narrowed(pattern)
+    except ValueError as error:
+        raise UnsupportedPart(f"at {path}: {error}") from None
 
 
 def _inner(path: str, parts: dict[str, Any]) -> list[str]:

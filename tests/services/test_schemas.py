@@ -110,6 +110,16 @@ EMPTY = [
     ({"prefixItems": [LATE, {"$ref": "#/$defs/m"}], "$defs": {"m": NO_NAME}}, "#/prefixItems/1"),
     ({"x-guidance": {"whitespace_flexible": True}, **NO_NAME}, "#"),
 ]
+# Patterns of one character, with Python's form if that is another. `.` and a line feed differ: see `_matches`.
+CLASSES: list[str | tuple[str, str]] = [
+    r'[^"]', r'[^"\\]', r"[^\\/:]", "[^a]", r"\D", r"\W", r"\S", r"\s", r"\w", ".", r"(?:.|\n)", r"[\s\S]", r'[^\w"]',
+    r'[^\s"]', r'[^\n"]', r'[^\r\n"]', r"[\x00-!]", "[\x00-!]", r"[\x00-\x1f]", r"[\x01-!]", r"[ !#-~]", '[a-z"]', '"',
+    r"\\", r"[\\]", r"\x00", r"\u0000", r"(?:\x00|[\x01-!])", "(?:\x00|[\x01-!])", r"(?:\u0000|[\u0001-!])",
+    r"(?:[\x00-\x0f]|[\x10-!])", r'(?:[\x00-\x0f]|[\x10-!]|")', r'(?:[^"]|\\)', r'(?:[^"]|[^\\])', r'[^\S"]',
+    r"(?:\s|[\x00-\x08\x0e-!])", r"(?:\n|[\x00-\x09\x0b-!])", r'[^]"]', r'[^\]"]', r'[^"\\\x00-\x1f]', r'(?i:[^"])',
+    ("[^[:punct:]]", r"[^!-/:-@\[-`{-~]"), (r'[[^"]&&[^\x00-\x1f]]', r'[^"\x00-\x1f]'), (r"\p{Cc}", r"[\x00-\x1f\x7f]"),
+    (r"\x{0}|[\x01-!]", r"[\x00-!]"), ('[[^"]--[b]]', '[^"b]'), ('[]"[^\\\\]]', r"[^\\]"),
+]  # fmt: skip
 
 
 @settings(max_examples=examples(60))
@@ -185,3 +195,55 @@ def test_names_and_references_may_have_any_characters() -> None:
         lines = f'start: %json {json.dumps(schema, indent=1)} "x"'
         assert follow(Grammar(GrammarKind.LARK, lines)).accepted(b"", b"[1]x") == (4, True)
         assert complete_schemas(lines).count("\n") == lines.count("\n"), "errors name lines"
+
+
+def _spellings(character: str) -> list[str]:
+    """Returns the forms in which JSON may have a character of a text."""
+    code = f"{ord(character):04x}"
+    own = [json.dumps(character, ensure_ascii=False)[1:-1], f"\\u{code}", f"\\u{code.upper()}"]
+    return [*own, character] if character >= " " and character not in '"\\' else own
+
+
+def _allowed(grammar: Grammar, texts: list[str]) -> list[str]:
+    """Returns the texts that the grammar allows."""
+    matcher, allowed = compile_grammar(byte_tokenizer(), grammar), []
+    for text in texts:
+        data = list(text.encode())
+        matcher.reset()
+        if matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting():
+            allowed.append(text)
+    return allowed
+
+
+@pytest.mark.parametrize("form", ["^(?:%s)$", "^(?:(?:%s)y|(?:%s)z)$"])
+def test_no_escape_stands_for_a_character_that_a_pattern_excludes(form: str) -> None:
+    spellings = [(one, _spellings(one)) for one in '\0\1\b\t\n\v\r\x1c\x1f !"#ab\\]\x7fé']
+    end = "y" if "y" in form else ""
+    for one in CLASSES:
+        pattern, reference = one if isinstance(one, tuple) else (one, one)
+        grammar = support.schema({"type": "string", "pattern": form.replace("%s", pattern)})
+        texts = _allowed(grammar, [f'"{spelling}{end}"' for _, forms in spellings for spelling in forms])
+        allowed = {json.loads(text)[0] for text in texts}
+        matching = {one for one, _ in spellings if re.fullmatch(reference, one, re.ASCII)}
+        assert allowed <= matching and matching - allowed <= {"\0"}, pattern
+
+
+NAMES_WITHOUT_QUOTES = {"type": "object", "patternProperties": {'^[^"]+$': {"type": "null"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"allOf": [{"pattern": '^[^"]{2}$'}, {"pattern": r"^[^\x00-\x1f]*$"}]}, [r'"\\a"'], [r'"\"a"', r'"\na"']),
+        ({"allOf": [{"pattern": '^[^"]*$'}, {"pattern": r"^[^\\]*$"}]}, [r'"\na"'], [r'"\"a"', r'"\\a"']),
+        ({"pattern": r'^[^"\\]+$', "maxLength": 2}, [r'"\n\t"'], [r'"\""', r'"\\"', r'"\n\n\n"']),
+        ({"pattern": '[^"]'}, [r'"\"a"', r'"\u0000a"'], [r'"\"\""']),
+        ({"format": "time", "pattern": '^[^"]*$'}, ['"23:59:59Z"'], []),
+        (NAMES_WITHOUT_QUOTES | {"additionalProperties": False}, [r'{"\\\n": null}'], [r'{"\"": null}']),
+        ({"properties": {"a": {"pattern": '^[^"]$'}}}, [r'{"a": "\n"}'], [r'{"a": "\""}']),
+    ],
+)
+def test_a_pattern_holds_wherever_it_is(schema: dict[str, Any], right: list[str], wrong: list[str]) -> None:
+    schema = {"type": "object" if "{" in right[0] else "string"} | schema
+    for grammar in (support.schema(schema), Grammar(GrammarKind.LARK, f"start: %json {json.dumps(schema)}")):
+        assert _allowed(grammar, right + wrong) == right

@@ -101,6 +101,18 @@ SCHEMAS = [
     ({"properties": {"a": IMPOSSIBLE, "b/c": {"oneOf": [{}, {}]}}}, r"at #/properties/b~1c: oneOf .*not supported"),
     ({"items": {"$ref": "#/$defs/n"}, "$defs": {"n": {"items": {"pattern": "["}}}}, r"at #/\$defs/n/items: regex"),
     ({"type": "array", "items": {"enum": [1], "type": "string"}, "minItems": 1}, r"at #/items: Unsatisfiable"),
+    ({"items": {"pattern": "(?ix)a b"}}, r"at #/items/pattern: the flag x is not supported: write"),
+    ({"pattern": '^[^"(]('}, r'at #: regex parse error: \^\[\^"\(\]\( .*unclosed group'),
+    ({"pattern": "[" * 248 + '^"' + "]" * 248}, r"at #/pattern: its classes are too complex: write simpler ones"),
+    ({"items": {"patternProperties": {'[^"]': {}}}}, r"at #/items/patternProperties: a class without \" or \\ needs"),
+    (
+        {
+            "patternProperties": {'[^"]': {}},
+            "additionalProperties": False,
+            "properties": {"a": {"$ref": '#/patternProperties/[^"]'}},
+        },
+        r"at #/patternProperties: a class without .*no \$ref",
+    ),
 ]
 BAD = [
     (GrammarKind.JSON_SCHEMA, "{", r"is not a JSON Schema .*line 1 column 1"),
@@ -143,6 +155,7 @@ BAD = [
         r"%json: at #: .*part of a",
     ),
     (GrammarKind.LARK, 'start: %json {"a": 1}', r'at 1\(8\): %json: at #: the keyword "a"'),
+    (GrammarKind.LARK, 'start: "a"\n | %json {"pattern": "(?x)a"}', r"at 2\(4\): %json: at #/pattern: the flag x"),
     (GrammarKind.LARK, 'start: %lark { start: "a" }', r"at 1\(8\): %lark: it is not supported"),
     (GrammarKind.LARK, "start: a::_\na::_: /b/", r"at 1\(9\): ::: parameters"),
     (GrammarKind.LARK, "start: " + "(" * 50_000 + '"a"' + ")" * 50_000, r"too deeply nested"),
