@@ -39,6 +39,7 @@ _ANNOTATIONS = frozenset(
 _KEYWORDS = _BOUNDS | _COUNTS | _MAPPINGS | _CHOICES | _SINGLE | _OTHERS | _ANNOTATIONS
 # The library computes with floating-point numbers, which round integers above this.
 _MAX_INTEGER = 1 << 53
+_TOO_LARGE = "an integer exceeds 2^53, and would be rounded"
 # The separators that may be set for the whole text in "x-guidance", and the values that leave it JSON.
 _SEPARATORS = {
     "item_separator": re.compile(r"[ \t\r\n]*,[ \t\r\n]*"),
@@ -79,7 +80,9 @@ def check_schema(schema: Any, *, embedded: bool = False) -> None:
                 raise UnsupportedPart(f"at {path}/$ref: only #/... is supported: the server does not fetch resources")
             if unquote(pointer) not in parts:
                 raise UnsupportedPart(f"at {path}/$ref: there is no schema at {pointer}")
-    _check_exclusive_bounds(parts)
+    groups = _groups(parts)
+    _check_exclusive_bounds(parts, groups)
+    _check_large_values(parts, groups)
     _check_references(parts)
 
 
@@ -236,9 +239,8 @@ def _check_top(schema: dict[str, Any], embedded: bool) -> None:
             raise UnsupportedPart(f"at #/x-guidance/{name}: only {names} are supported, with values that leave JSON")
 
 
-def _check_exclusive_bounds(parts: dict[str, Any]) -> None:
-    """Refuses integers as exclusive bounds of numbers less than 1 from the other bound: the library includes them."""
-    found = [(path, part) for path, part in parts.items() if isinstance(part, dict)]
+def _groups(parts: dict[str, Any]) -> dict[str, str]:
+    """Returns a name for each part, by its path. Parts that may apply to the same value have the same one."""
     group = {path: path for path in parts}
 
     def first(path: str) -> str:
@@ -247,31 +249,55 @@ def _check_exclusive_bounds(parts: dict[str, Any]) -> None:
             path = group[path]
         return path
 
-    for path, part in found:  # these apply to the same number
-        same = [f"{path}/{key}/{place}" for key in _SAME_VALUE for place in range(len(part.get(key, [])))]
-        for one in (*same, unquote(part["$ref"]) if "$ref" in part else path):
-            group[first(one)] = first(path)
+    for path, part in parts.items():
+        if isinstance(part, dict):
+            same = [f"{path}/{key}/{place}" for key in _SAME_VALUE for place in range(len(part.get(key, [])))]
+            for one in (*same, unquote(part["$ref"]) if "$ref" in part else path):
+                group[first(one)] = first(path)
+    return {path: first(path) for path in parts}
+
+
+def _check_exclusive_bounds(parts: dict[str, Any], groups: dict[str, str]) -> None:
+    """Refuses integers as exclusive bounds of numbers less than 1 from the other bound: the library includes them."""
+    found = [(path, part) for path, part in parts.items() if isinstance(part, dict)]
     limits: dict[str, list[tuple[str, float]]] = {}
     for path, part in found:
         for name, value in part.items():
             if name in _BOUNDS and isinstance(value, int | float):
-                limits.setdefault(first(path), []).append((name, value))
+                limits.setdefault(groups[path], []).append((name, value))
     for path, part in found:
         for key, opposite, sign in (("exclusiveMinimum", "aximum", 1), ("exclusiveMaximum", "inimum", -1)):
             bound = part.get(key)
             if part.get("type") == "integer" or not isinstance(bound, int | float) or bound % 1:
                 continue
-            if any(name.endswith(opposite) and 0 <= sign * (one - bound) < 1 for name, one in limits[first(path)]):
+            if any(name.endswith(opposite) and 0 <= sign * (one - bound) < 1 for name, one in limits[groups[path]]):
                 raise UnsupportedPart(f"at {path}/{key}: less than 1 from the other bound, it must be inclusive")
 
 
-def _has_large_integer(value: Any) -> bool:
+def _check_large_values(parts: dict[str, Any], groups: dict[str, str]) -> None:
+    """Refuses values such as 1e20 that are to be integers, which the library computes with 64 bits."""
+    integral = {groups[path] for path, part in parts.items() if _is_integer(part)}
+    for path, part in parts.items():
+        for key in ("const", "enum") if integral and isinstance(part, dict) else ():
+            own = [one for one in _list(part.get(key)) if isinstance(one, float) and groups[path] in integral]
+            # Of numbers in objects and arrays, it is not known which parts apply to them.
+            inner = [one for one in _list(part.get(key)) if isinstance(one, dict | list)]
+            if _has_large_number([own, inner], float):
+                raise UnsupportedPart(f"at {path}/{key}: {_TOO_LARGE}")
+
+
+def _is_integer(part: Any) -> bool:
+    return isinstance(part, dict) and "integer" in _list(part.get("type"))
+
+
+def _has_large_number(value: Any, kind: type) -> bool:
+    """Returns whether a value is or contains a number of a kind that the library would round."""
     match value:
         case dict():
-            return any(map(_has_large_integer, value.values()))
+            return any(_has_large_number(one, kind) for one in value.values())
         case list():
-            return any(map(_has_large_integer, value))
-    return isinstance(value, int) and abs(value) > _MAX_INTEGER
+            return any(_has_large_number(one, kind) for one in value)
+    return isinstance(value, kind) and abs(value) > _MAX_INTEGER  # type: ignore[arg-type]
 
 
 def _check_part(path: str, part: dict[str, Any]) -> None:
@@ -282,8 +308,10 @@ def _check_part(path: str, part: dict[str, Any]) -> None:
             key == "$id" and path != "#"
         ):
             raise UnsupportedPart(f'at {path}: the keyword "{key}" is not supported')
-        if key in _BOUNDS | {"const", "enum"} and _has_large_integer(value):
-            raise UnsupportedPart(f"at {path}/{key}: an integer exceeds 2^53, and would be rounded")
+        if (key in _BOUNDS | {"const", "enum"} and _has_large_number(value, int)) or (
+            key in _BOUNDS and _has_large_number(value, float)
+        ):
+            raise UnsupportedPart(f"at {path}/{key}: {_TOO_LARGE}")
         for keys, shape, name in _SHAPES:
             if key in keys and not isinstance(value, shape):
                 raise UnsupportedPart(f"at {path}/{key}: it is not {name}")

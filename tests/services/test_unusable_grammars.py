@@ -40,6 +40,12 @@ SCHEMAS = [
     ({"items": {"enum": ["a", {"id": 2**53 + 1}]}}, r"at #/items/enum: an integer exceeds 2\^53"),
     ({"const": -(2**70)}, r"at #/const: an integer exceeds 2\^53"),
     ({"type": "integer", "minimum": 2**65 + 1}, r"at #/minimum: an integer exceeds 2\^53"),
+    ({"type": "integer", "minimum": 1e20, "maximum": 1e21}, r"at #/minimum: an integer exceeds 2\^53"),
+    ({"items": {"maximum": -1e20}}, r"at #/items/maximum: an integer exceeds 2\^53"),
+    ({"type": ["integer", "null"], "enum": [1e20, 2.5]}, r"at #/enum: an integer exceeds 2\^53"),
+    ({"allOf": [{"type": "integer"}, {"const": -1e16}]}, r"at #/allOf/1/const: an integer exceeds 2\^53"),
+    ({"type": "integer", "$ref": "#/$defs/a", "$defs": {"a": {"const": 1e20}}}, r"at #/\$defs/a/const: an integer"),
+    ({"properties": {"a": {"type": "integer"}}, "const": {"a": 1e20}}, r"at #/const: an integer exceeds 2\^53"),
     ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, r"at #/exclusiveMinimum: less than 1"),
     ({"type": "number", "exclusiveMinimum": 1, "maximum": 1}, r"at #/exclusiveMinimum: less than 1"),
     ({"minimum": -1.5, "exclusiveMaximum": -1}, r"at #/exclusiveMaximum: less than 1"),
@@ -163,6 +169,9 @@ BAD = [
 ]
 # Ends of recursions, names of properties that are keywords, annotations, and texts that are not grammars.
 GOOD = [
+    support.schema({"const": 1e20}),
+    support.schema({"properties": {"a": {"type": "integer"}, "b": {"enum": [1e20, 2.0**53]}}}),
+    support.schema({"type": "integer", "enum": [float(2**53)], "minimum": -(2.0**53)}),
     Grammar.choice([f"text {place}" for place in range(3000)]),
     support.schema({"type": "number", "exclusiveMinimum": 0, "maximum": 1}),
     support.schema({"allOf": [{"type": "integer", "exclusiveMinimum": 0}, {"maximum": 1.5}, {"enum": [1, 2**53]}]}),
