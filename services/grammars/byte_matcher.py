@@ -5,8 +5,8 @@ from time import thread_time
 
 from llguidance import LLMatcher, LLTokenizer
 
-from services.grammars.growth import Growth
 from services.grammars.tokenizer import Tokens, library_tokenizer
+from services.grammars.usage import Growth, TimeSpent
 
 _END = 256
 # The event loop waits for so much processor time. Ordinary grammars take microseconds a byte.
@@ -16,6 +16,9 @@ _FORCING_SECONDS = 0.005
 _FOLLOWING_SECONDS, _PART_BYTES = 0.02, 4
 # The memory of one text's automaton. A string of 6,000 characters takes about 25 MB at most.
 _MAX_BYTES = 32 << 20
+# The processor time of one text: so much, and more for each byte and each call. Ordinary grammars take 10 to 25
+# microseconds a byte, ambiguous ones ever more.
+_TEXT_SECONDS, _BYTE_SECONDS = 0.3, 0.0001
 
 
 def byte_tokenizer() -> LLTokenizer:
@@ -58,12 +61,12 @@ class ByteMatcher:
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
         self._lost = False
-        self._growth = Growth(_MAX_BYTES)
+        self._growth, self._time = Growth(_MAX_BYTES), TimeSpent(_TEXT_SECONDS)
 
     def commit(self, data: bytes) -> None:
         """See `TextGrammar`."""
         if not self._lost:
-            self._lost = self._consume(data) < len(data)
+            self._lost = self._consume(data) < len(data) or self._lost
 
     def accepted(self, before: bytes, data: bytes) -> tuple[int, bool]:
         """See `TextGrammar`."""
@@ -81,15 +84,16 @@ class ByteMatcher:
             if not self._lost:
                 self._rollback(count)
             return b"", False
-        with self._growth:
+        with self._growth, self._time:
             data, ends = forced_bytes(self._matcher, limit, _FORCING_SECONDS)
+        self._allow(len(data))
         self._rollback(count)
         return (b"", False) if self._lost else (data, ends)
 
     def _consume(self, data: bytes) -> int:
         """Returns the number of bytes that follow; fewer, and gives up, when the time is over."""
         count, end = 0, thread_time() + _FOLLOWING_SECONDS
-        with self._growth:
+        with self._growth, self._time:
             while count < len(data):
                 part = data[count : count + _PART_BYTES]
                 count += (found := int(self._matcher.try_consume_tokens(list(part))))
@@ -98,9 +102,15 @@ class ByteMatcher:
                 if thread_time() >= end and count < len(data):
                     self._lost = True
                     break
+        self._allow(count)
         return count
 
     def _rollback(self, count: int) -> None:
         if count:
             self._matcher.rollback(count)
-        self._lost = self._lost or self._matcher.is_error() or self._growth.exceeds
+        self._lost = self._lost or self._matcher.is_error()
+
+    def _allow(self, count: int) -> None:
+        """Gives up if a call that followed `count` bytes exceeds a limit of the text."""
+        self._time.allow((count + 1) * _BYTE_SECONDS)
+        self._lost = self._lost or self._growth.exceeds or self._time.exceeds

@@ -14,8 +14,8 @@ from bridge.sampling.grammar import Grammar
 from bridge.text.common_prefix import common_prefix_length
 from services.grammars.byte_matcher import forced_bytes
 from services.grammars.compiler import invalid, refused
-from services.grammars.growth import Growth
 from services.grammars.tokenizer import GrammarTokenizer
+from services.grammars.usage import Growth, TimeSpent
 
 # The end of the text that an error quotes.
 _QUOTED_BYTES = 40
@@ -23,6 +23,10 @@ _QUOTED_BYTES = 40
 _FORCED_BYTES = 64
 # The memory of one text's automata. A string of 6,000 characters takes 15 to 50 MB.
 _MAX_BYTES = 128 << 20
+# The processor time of one text: so much, and more for each mask and each byte. With 262,144 tokens, masks of ordinary
+# grammars take 0.1 to 1 ms on average, and bytes some microseconds. Those of an ambiguous grammar take ever more, and
+# delay all sequences.
+_TEXT_SECONDS, _MASK_SECONDS, _BYTE_SECONDS = 1.0, 0.01, 0.0001
 # The event loop waits for so much processor time, and for one id more.
 _CERTAIN_SECONDS = 0.005
 
@@ -39,17 +43,21 @@ class GrammarPosition:
         self._matcher, self._grammar, self._tokenizer, self._name = matcher, grammar, tokenizer, name
         self._ends, self._end_ids = ends, np.array(sorted(ends), np.int64)
         self._text = bytearray()
-        self._growth = Growth(_MAX_BYTES)
+        self._growth, self._time = Growth(_MAX_BYTES), TimeSpent(_TEXT_SECONDS)
 
     def allowed(self) -> NDArray[np.bool_]:
         """Returns which ids may follow, shape [size of the vocabulary].
 
         Raises `InvalidGrammar` if none may, because the tokenizer has no token for what the grammar requires.
         """
-        with self._growth:
+        with self._growth, self._time:
             own = self._allowed()
+        self._time.allow(_MASK_SECONDS)
         if self._growth.exceeds:
             raise invalid(self._grammar, f"is too complex: it takes more than {_MAX_BYTES >> 20} MiB{self._place}")
+        if self._time.exceeds:
+            what = f"finding the tokens that may follow takes more than {_MASK_SECONDS * 1000:g} ms on average"
+            raise invalid(self._grammar, f"is too complex or ambiguous: {what}{self._place}")
         return own
 
     def _allowed(self) -> NDArray[np.bool_]:
@@ -122,6 +130,10 @@ class TokenMatcher(GrammarPosition):
 
     def advance(self, token_ids: Iterable[int]) -> None:
         """Moves over ids, which must not be in `ends`. Raises `InvalidGrammar` if the grammar does not allow them."""
+        with self._time:
+            self._advance(token_ids)
+
+    def _advance(self, token_ids: Iterable[int]) -> None:
         for id_ in token_ids:
             if not self._matcher.consume_token(id_):
                 raise self._failed()
@@ -130,6 +142,7 @@ class TokenMatcher(GrammarPosition):
                 raise refused(self._grammar, self._byte_matcher.get_error(), self._place)
             self._text += data
             self._lengths.append(len(data))
+            self._time.allow(len(data) * _BYTE_SECONDS)
 
     @contextmanager
     def excursion(self) -> Iterator[None]:
@@ -157,7 +170,7 @@ class TokenMatcher(GrammarPosition):
     def accepted(self, token_ids: Sequence[int]) -> int:
         """Returns how many of the ids may follow, of which only the last may be one that ends the text."""
         count = next((place for place, id_ in enumerate(token_ids) if id_ in self._ends), len(token_ids))
-        with self._growth:
+        with self._growth, self._time:
             found = int(self._matcher.try_consume_tokens(list(token_ids[:count])))
         may_end = found == count < len(token_ids) and self._matcher.is_accepting()
         if found and not self._matcher.rollback(found):
@@ -171,7 +184,7 @@ class TokenMatcher(GrammarPosition):
         ends after some milliseconds.
         """
         end = thread_time() + _CERTAIN_SECONDS
-        with self.excursion(), self._growth:
+        with self.excursion(), self._growth, self._time:
             for place, id_ in enumerate(token_ids):
                 if thread_time() >= end:
                     return place, True
@@ -180,7 +193,7 @@ class TokenMatcher(GrammarPosition):
                     return place, True
                 if id_ != forced.token_id:
                     return place, False
-                self.advance((id_,))
+                self._advance((id_,))
         return len(token_ids), True
 
     def _forced(self) -> _Forced | None:
@@ -213,7 +226,8 @@ class TextMatcher(GrammarPosition):
             raise self._failed()
 
     def _append(self, data: bytes) -> bool:
-        with self._growth:
+        with self._growth, self._time:
             found = int(self._matcher.try_consume_tokens([self._tokenizer.byte_id(byte) for byte in data]))
+        self._time.allow(found * _BYTE_SECONDS)
         self._text += data[:found]
         return found == len(data)

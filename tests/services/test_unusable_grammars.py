@@ -6,9 +6,6 @@ import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from itertools import count
-from time import process_time
-from unittest.mock import Mock
 
 import pytest
 
@@ -16,9 +13,6 @@ from bridge.errors import InvalidField, InvalidGrammar
 from bridge.sampling.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 from bridge.sampling.sampler import SamplingParameters
 from services.errors import SandboxBusy
-from services.grammars.byte_matcher import ByteMatcher, byte_tokenizer
-from services.grammars.compiler import compile_grammar
-from services.grammars.growth import resident_bytes
 from services.grammars.trial import GrammarTrial, try_grammar
 from services.sandbox import answering_process
 from tests.support import grammars as support
@@ -254,58 +248,6 @@ def test_limits_on_time_hold_where_the_library_has_none() -> None:
         trial.check(hangs)
 
 
-@pytest.mark.parametrize(
-    ("kind", "text", "start"),
-    [
-        (GrammarKind.LARK, "start: /[xy]{99}/ b{4000}\nb: B\nB: /a{16000}/", b"x" * 99),
-        (GrammarKind.LARK, 'start: a\na: "(" a B | "x"\nB: /b{16000}/', b"(" * 99 + b"x"),
-        (GrammarKind.REGEX, "[xy]{99}(((a{100}){100}){100}){100}", b"y" * 99),
-        (GrammarKind.JSON_SCHEMA, json.dumps({"const": {"title": "a" * 250_000}}), b'{"title": "'),
-        (GrammarKind.LARK, '%llguidance {"no_forcing": false}\nstart: /[xy]/ A{9000}\nA: /a{9000}/', b"x"),
-    ],
-)
-def test_a_step_is_short_where_a_grammar_forces_millions_of_bytes(kind: GrammarKind, text: str, start: bytes) -> None:
-    model, grammar = tiny.model("byte_level"), Grammar(kind, text)
-    byte_matcher = ByteMatcher(compile_grammar(byte_tokenizer(), grammar))
-    matcher = support.Grammars(model).open(grammar, frozenset({2}))
-    matcher.advance(model.vocabulary.pieces(start).ids)
-    byte_matcher.commit(start)
-    started = process_time()
-    data, ends = byte_matcher.forced(b"", 512)
-    ids = model.vocabulary.pieces(data).ids[:12]
-    assert 0 < len(data) <= 512 and not ends
-    count, rest_may = matcher.certain(ids)
-    assert count and rest_may
-    assert matcher.allowed().sum() == 1
-    assert process_time() - started < 0.5  # milliseconds; bytes without a limit took seconds
-
-
-def test_forced_bytes_that_cost_much_are_found_in_small_parts() -> None:
-    names = [f"A{place}" for place in range(900)]
-    rules = [f"{name}: /a{{{600 + place}}}[b-j]*{place}/" for place, name in enumerate(names)]
-    matcher = compile_grammar(
-        byte_tokenizer(), Grammar(GrammarKind.LARK, f"start: ({'|'.join(names)})\n" + "\n".join(rules))
-    )
-    byte_matcher = ByteMatcher(matcher)
-    started = process_time()
-    data, ends = byte_matcher.forced(b"", 512)
-    assert 0 < len(data) < 512 and set(data) == {ord("a")} and not ends
-    assert process_time() - started < 0.1  # all 512 took most of a second
-    byte_matcher.commit(data)
-    assert byte_matcher.forced(b"", 512)[0], "and it goes on"
-
-
-def test_a_text_that_costs_ever_more_is_no_longer_followed() -> None:
-    matcher = compile_grammar(byte_tokenizer(), Grammar(GrammarKind.LARK, 'start: s\ns: s s | "a" | "aa"'))
-    byte_matcher = ByteMatcher(matcher)
-    started = process_time()
-    for _ in range(100):
-        byte_matcher.commit(b"aaaa")
-        byte_matcher.accepted(b"", b"a" * 250)
-    assert process_time() - started < 1.0  # one look at 250 bytes took seconds
-    assert byte_matcher.accepted(b"", b"x") == (1, True) and byte_matcher.forced(b"", 512) == (b"", False)
-
-
 def test_rules_that_are_nested_deeply_are_refused_before_they_overflow_a_thread() -> None:
     def chain(count: int) -> Grammar:
         rules = "".join(f'r{place}: "k" r{place + 1}?\n' for place in range(count))
@@ -316,44 +258,6 @@ def test_rules_that_are_nested_deeply_are_refused_before_they_overflow_a_thread(
     with pytest.raises(InvalidGrammar):
         trial.check(chain(1000))
     trial.close()
-
-
-def test_a_grammar_does_not_wear_out() -> None:
-    """Copies of a matcher share an automaton, in which each text leaves states."""
-    model = tiny.model("byte_level")
-    store = support.Grammars(model)
-    grammar = support.schema({"type": "string", "maxLength": 6000})
-    texts = [("the quick brown " * 400)[: 5900 - place] for place in range(4)]
-    for text in (*texts, "short"):
-        matcher = store.open(grammar, frozenset({2}))
-        for id_ in model.vocabulary.pieces(json.dumps(text).encode()).ids:
-            assert matcher.allowed()[id_]
-            matcher.advance((id_,))
-        assert matcher.allowed()[2]
-
-
-def test_the_memory_of_a_text_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = count(0, 6 << 20)
-    monkeypatch.setattr("services.grammars.growth.resident_bytes", lambda: next(sizes))
-    model, grammar = tiny.model("byte_level"), Grammar(GrammarKind.REGEX, "(abc)*")
-    ids = [model.vocabulary.byte_ids[byte] for byte in b"abc" * 10]
-    store = support.Grammars(model)
-    for matcher in (store.open(grammar, frozenset({2})), store.open_draft(grammar)):
-        with pytest.raises(InvalidGrammar, match=r"is too complex: it takes more than 128 MiB after b'abc.*: use the"):
-            for id_ in ids:
-                matcher.allowed()
-                matcher.advance((id_,))
-    byte_matcher = ByteMatcher(compile_grammar(byte_tokenizer(), grammar))
-    assert byte_matcher.forced(b"a", 512) == (b"bc", False) and byte_matcher.accepted(b"", b"x") == (0, False)
-    for _ in range(7):
-        byte_matcher.commit(b"abc")
-    assert byte_matcher.forced(b"a", 512) == (b"", False) and byte_matcher.accepted(b"", b"x") == (1, True)
-
-
-def test_memory_is_measured_also_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
-    present = resident_bytes()
-    monkeypatch.setattr("services.grammars.growth.open", Mock(side_effect=FileNotFoundError), raising=False)
-    assert 1 << 20 < 0.8 * present < resident_bytes() < 1 << 40  # the highest so far
 
 
 def test_parameters_that_contradict_a_grammar_are_refused() -> None:

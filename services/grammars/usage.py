@@ -1,8 +1,9 @@
-"""Measures the memory of a text's automaton, of which the library bounds the states but not the bytes."""
+"""Measures the memory and the processor time of one text, of which the library bounds each step but not the sum."""
 
 import sys
 from contextlib import suppress
 from mmap import PAGESIZE
+from time import thread_time
 
 
 def resident_bytes() -> int:
@@ -31,6 +32,28 @@ class Growth:
 
     def __exit__(self, *_: object) -> None:
         self._total += resident_bytes() - self._before
+
+    @property
+    def exceeds(self) -> bool:
+        """Whether the total is above the limit."""
+        return self._total > self._limit
+
+
+class TimeSpent:
+    """Adds up the processor time of the thread within `with` blocks, which does not grow while it waits for a core."""
+
+    def __init__(self, limit: float) -> None:
+        self._limit, self._total, self._before = limit, 0.0, 0.0
+
+    def __enter__(self) -> None:
+        self._before = thread_time()
+
+    def __exit__(self, *_: object) -> None:
+        self._total += thread_time() - self._before
+
+    def allow(self, seconds: float) -> None:
+        """Raises the limit, because the text has grown."""
+        self._limit += seconds
 
     @property
     def exceeds(self) -> bool:
