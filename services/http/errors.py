@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse
 
 from bridge.errors import DraftBridgeError, InvalidField, InvalidGrammar, InvalidRequest, Unreachable
 from services.errors import Exhausted, GrammarNotSupported
+from services.http.fields import is_unknown
 from services.rpc.status import RemoteError, code_of, retry_seconds
 
 _log = logging.getLogger(__name__)
@@ -121,7 +122,7 @@ def invalid_body(error: ValidationError) -> InvalidBody:
             text = f"the body has half of a surrogate pair ({first['ctx']['error']}): send whole characters"
         case "json_invalid":
             text = f"the body is not JSON ({first['ctx']['error']}): send one JSON object"
-        case "extra_forbidden":
+        case _ if is_unknown(first):
             text = f"{param} is not a supported parameter: leave it out"
         case "missing":
             text = f"{param} is missing: give it"

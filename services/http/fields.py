@@ -1,9 +1,9 @@
 """Types of fields that requests share. Values are checked strictly when they are read, and do not change."""
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field
-from pydantic_core import PydanticCustomError
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from bridge.text.json_objects import MAX_DEPTH, check_object
 
@@ -36,7 +36,21 @@ Count = Annotated[int, Field(ge=0, lt=1 << 32)]
 JsonObject = Annotated[dict[str, Any], AfterValidator(_checked)]
 
 
-class Strict(BaseModel):
-    """An object without fields that are unknown or of another type. Null is the same as leaving a field out."""
+# What clients add to their objects, and what asks for nothing. It has any form, and goes no further.
+Ignored = Annotated[Any, Field(exclude=True)]
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+class Strict(BaseModel):
+    """An object without values of another type. Null is the same as leaving a field out, also an unknown one.
+
+    An unknown field with another value is refused.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="allow", strict=True, allow_inf_nan=False)
+    # A literal, because its error differs from that of a known field that must be null: see `is_unknown`.
+    __pydantic_extra__: dict[str, Literal[None]] = Field(init=False)
+
+
+def is_unknown(error: ErrorDetails) -> bool:
+    """Returns whether an error is that of an unknown field with a value."""
+    return error["type"] == "literal_error" and error["ctx"]["expected"] == "None"

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from bridge.errors import InvalidField
 from bridge.text.chat import Message
-from services.http.fields import JsonObject, List, Strict
+from services.http.fields import Ignored, JsonObject, List, Strict
 
 
 class TextPart(Strict):
@@ -12,6 +12,8 @@ class TextPart(Strict):
 
     type: Literal["text"]
     text: str
+    # A hint for servers that keep a prompt only on request.
+    cache_control: Ignored = None
 
 
 class CalledFunction(Strict):
@@ -42,6 +44,13 @@ class ChatMessage(Strict):
     audio: None = None
     function_call: None = None
     annotations: tuple[()] | None = None
+    cache_control: Ignored = None
+    # By these, clients find a message again.
+    id: Ignored = None
+    created: Ignored = None
+    created_at: Ignored = None
+    timestamp: Ignored = None
+    metadata: Ignored = None
 
     def message(self, place: str) -> Message:
         """Returns the message in the bridge's form; its parts of text become lines. `place`: its name in the request.

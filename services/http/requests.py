@@ -108,8 +108,12 @@ class GenerationRequest(Strict, ABC):
     max_tokens: Count | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    # Identifies the end user for statistics that this server does not keep; no answer depends on it.
+    # These identify the end user and the request for statistics and caches that this server does not keep by them; no
+    # answer depends on them.
     user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    metadata: JsonObject | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
     draftbridge: Extension | None = None

@@ -139,8 +139,10 @@ async def test_asynchronously(tiny_fleet: Fleet) -> None:
 # Values of parameters that have an effect or describe the default, and values that are not supported.
 HONOURED: dict[str, list[Any]] = {
     "best_of": [1], "echo": [False], "frequency_penalty": [0.5], "logit_bias": [{"7": -3}], "logprobs": [],
-    "max_completion_tokens": [1], "max_tokens": [1], "messages": [], "modalities": [["text"]], "model": [], "n": [2],
+    "max_completion_tokens": [1], "max_tokens": [1], "messages": [], "metadata": [{"a": "b"}],
+    "modalities": [["text"]], "model": [], "n": [2],
     "parallel_tool_calls": [True, False], "presence_penalty": [0.5], "prompt": [],
+    "prompt_cache_key": ["a"], "safety_identifier": ["a"],
     "response_format": [{"type": "text"}],
     "seed": [3], "service_tier": ["auto", "default"], "stop": ["a", ["a", "b"]], "store": [False], "stream": [True],
     "stream_options": [], "suffix": [], "temperature": [0.5], "tool_choice": ["auto", "none"], "tools": [[]],

@@ -94,6 +94,42 @@ def test_all_fields_of_a_chat(limit: str) -> None:
     assert body.requests() == [expected, replace(expected, seed=7)]
 
 
+def chat(*messages: dict[str, object], **fields: object) -> ChatCompletionRequest:
+    return ChatCompletionRequest.model_validate_json(json.dumps({"messages": messages} | fields))
+
+
+def test_what_asks_for_nothing_is_accepted_and_goes_no_further() -> None:
+    part, tool = {"type": "text", "text": "Hi"}, {"type": "function", "function": {"name": "look"}}
+    message = {"role": "user", "content": [part]}
+    (expected,) = chat(message, seed=1, tools=[tool], draftbridge={}).requests()
+    null = {"functions": None, "reasoning_effort": None, "x": None}
+    hints = {"id": "m1", "created": 5, "created_at": "now", "timestamp": 5, "metadata": {"a": [1]}, "cache_control": {}}
+    (found,) = chat(
+        {**message, "content": [{**part, **null, "cache_control": {"type": "ephemeral"}}], **null, **hints},
+        seed=1,
+        tools=[{**tool, **null, "function": {"name": "look", **null}}],
+        draftbridge=null,
+        user="a", safety_identifier="a", prompt_cache_key="a", metadata={"a": "b"}, **null,
+    ).requests()  # fmt: skip
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"functions": []}, "functions"),
+        ({"draftbridge": {"x": None, "y": False}}, "draftbridge.y"),
+        ({"messages": [{"role": "user", "content": "Hi", "x": None, "reasoning": "y"}]}, "messages[0].reasoning"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "y": 0}}]}, "tools[0].function.y"),
+        ({"tool_choice": {"type": "function", "function": {"name": "a"}, "y": ""}}, "tool_choice.y"),
+    ],
+)
+def test_an_unknown_field_that_is_not_null_is_refused(fields: dict[str, object], name: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        chat({"role": "user", "content": "Hi"}, **fields)
+    assert str(invalid_body(caught.value)) == f"{name} is not a supported parameter: leave it out"
+
+
 def test_what_is_left_out_has_openai_s_defaults() -> None:
     body = completion(seed=1)
     assert body.requests() == [Request("The", SamplingParameters(temperature=1.0), seed=1, max_tokens=16)]
