@@ -21,6 +21,8 @@ class CalledFunction(Strict):
 
     name: str
     arguments: str | JsonObject
+    # OpenAI's package adds what it has parsed to the answers that it returns, here and in messages.
+    parsed_arguments: Ignored = None
 
 
 class EarlierCall(Strict):
@@ -29,6 +31,8 @@ class EarlierCall(Strict):
     id: str
     type: Literal["function"]
     function: CalledFunction
+    # The place of the call in a stream.
+    index: Ignored = None
 
 
 class ChatMessage(Strict):
@@ -44,6 +48,7 @@ class ChatMessage(Strict):
     audio: None = None
     function_call: None = None
     annotations: tuple[()] | None = None
+    parsed: Ignored = None
     cache_control: Ignored = None
     # By these, clients find a message again.
     id: Ignored = None

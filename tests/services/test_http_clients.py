@@ -111,10 +111,14 @@ def test_a_demanded_call_of_a_tool(api: openai.OpenAI) -> None:
         choice = stream.get_final_completion().choices[0]
     assert "tool_calls.function.arguments.done" in kinds and choice.finish_reason == "tool_calls"
     assert choice.message.tool_calls and choice.message.tool_calls[0].function.arguments == call.function.arguments
-    # What the package returns can be sent back.
-    result = {"role": "tool", "tool_call_id": call.id, "content": "5"}
-    messages = [*MESSAGES, message.model_dump(), result]
-    assert api.chat.completions.create(model="tiny-target", messages=messages, max_tokens=1).choices
+    # What the package returns can be sent back, also what it has parsed.
+    parsed = api.chat.completions.parse(**options).choices[0].message
+    assert parsed.tool_calls and parsed.tool_calls[0].function.parsed_arguments
+    for one in (message, choice.message, parsed):
+        (called,) = one.tool_calls or []
+        result = {"role": "tool", "tool_call_id": called.id, "content": "5"}
+        messages: Any = [*MESSAGES, one, result]
+        assert api.chat.completions.create(model="tiny-target", messages=messages, max_tokens=1).choices
 
 
 async def test_asynchronously(tiny_fleet: Fleet) -> None:

@@ -98,6 +98,18 @@ def chat(*messages: dict[str, object], **fields: object) -> ChatCompletionReques
     return ChatCompletionRequest.model_validate_json(json.dumps({"messages": messages} | fields))
 
 
+def test_what_openai_s_package_adds_to_its_answers_goes_no_further() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    sent = {"role": "assistant", "content": "", "tool_calls": [call]}
+    parsed = {**call, "index": 0, "function": {**call["function"], "parsed_arguments": {"a": [None]}}}  # type: ignore[dict-item]
+    added = {"refusal": None, "annotations": [], "audio": None, "function_call": None, "parsed": {"a": 1}}
+    (expected,), (found,) = (
+        chat(sent, seed=1).requests(),
+        chat({**sent, "tool_calls": [parsed], **added}, seed=1).requests(),
+    )
+    assert found == expected
+
+
 def test_what_asks_for_nothing_is_accepted_and_goes_no_further() -> None:
     part, tool = {"type": "text", "text": "Hi"}, {"type": "function", "function": {"name": "look"}}
     message = {"role": "user", "content": [part]}
