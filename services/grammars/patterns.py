@@ -31,7 +31,7 @@ _KNOWN_PATTERNS, _KNOWN_CHARACTERS = 1000, 200
 
 
 def narrowed(pattern: str) -> str:
-    """Returns a pattern that the library follows: the same one, or one that matches no text with U+0000.
+    """Returns a pattern that the library follows: the same one, or one with classes that lack U+0000.
 
     A pattern that the library refuses stays as it is. Raises `ValueError` for one that cannot be narrowed.
     """
