@@ -10,9 +10,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from bridge.errors import DraftBridgeError
 from draftbridge.security import Credentials, is_local
 from services.config_values import Cores, Engine, Hosts, Listen, Name, OptionalListen, Origins, Otlp, Service
-from services.engines.registry import engines
+from services.engines.registry import AUTO, engines
 from services.engines.spec import Dtype, EngineOptions, GaudiOptions, Weights
 from services.logs import LogFormat, LogLevel
+from services.store.built_in import SUFFIX
 
 DEFAULT_BRIDGE = "127.0.0.1:50050"
 MODEL_HELP = "A built-in name such as gemma-3-270m, a directory, a GGUF file, or a Hugging Face id."
@@ -56,6 +57,13 @@ class Configuration(BaseModel):
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """Yields the field and the problem of settings that are valid alone but not together."""
+        yield from ()
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        """Yields the field and the problem of settings that this process ignores.
+
+        They are errors on the command line only: a variable or a file may be for other processes, too.
+        """
         yield from ()
 
     def _pair(self, certificate: str, key: str) -> Iterator[tuple[str, str]]:
@@ -179,6 +187,12 @@ class ModelServerConfig(ServerConfig):
     quant_config: Path | None = Field(
         None, description="JSON file of Intel Neural Compressor: measure a model for FP8, or run it in FP8."
     )
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        """Yields the settings of engines for prompt lookup, which has none."""
+        for field in _OF_ENGINES if self.model == SUFFIX else ():
+            if getattr(self, field) not in (type(self).model_fields[field].default, AUTO):
+                yield field, f"must be left out with {SUFFIX}, which runs without an engine"
 
     @property
     def determinism(self) -> bool | None:
@@ -336,6 +350,11 @@ class HttpServerConfig(ProcessConfig):
 
 # The settings of `ModelServerConfig` for the habana engine alone.
 GAUDI = tuple(one.name for one in fields(GaudiOptions))
+# The settings of `ModelServerConfig` that prompt lookup does not have.
+_OF_ENGINES = (
+    *("engine", "device", "dtype", "weights", "compile", "threads", "kv_memory", "queue", "forward_limit"),
+    *("deterministic", "trust_model", *GAUDI),
+)
 # The settings of `ServerConfig` for what a server shows of its work.
 INSIGHT = ("metrics", "otlp", "log_format", "log_level", "channelz")
 # The tables of the configuration file; each has the name of the command that starts the process.

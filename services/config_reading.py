@@ -74,7 +74,8 @@ def load(
     if partial:
         given = {name: value for name, value in config if name not in absent}
         return Loaded(kind.model_construct(**given), origins)
-    problems = [f"{_place(field, origins)} {problem}" for field, problem in config.conflicts()]
+    unused = (one for one in config.unused() if one[0] in flags)
+    problems = [f"{_place(field, origins)} {problem}" for field, problem in (*config.conflicts(), *unused)]
     if problems:
         raise InvalidConfiguration("; ".join(problems))
     return Loaded(config, origins)

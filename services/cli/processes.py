@@ -93,7 +93,7 @@ def check_options(model: str, environment: Mapping[str, str], **options: str) ->
     """
     given = {"model": model, "listen": "127.0.0.1:0", **options}
     config = load(ModelServerConfig, given, environment=environment).values
-    if config.engine != AUTO:
+    if config.engine != AUTO and model != SUFFIX:
         engine_spec(config.engine).check(config.options)
     return config.options
 

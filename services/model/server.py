@@ -12,7 +12,7 @@ from bridge.errors import InvalidField
 from bridge.sampling.sampler import SamplingParameters
 from draftbridge.machine import compute_units
 from draftbridge.v1 import draft_pb2, draft_pb2_grpc, model_pb2, model_pb2_grpc, target_pb2, target_pb2_grpc
-from services.config import GAUDI, ModelServerConfig, Role, option
+from services.config import ModelServerConfig, Role
 from services.engines.affinity import physical_core_count, pin
 from services.engines.cpu import core_count, core_quota
 from services.engines.engine import Engine, branching, measure, warm
@@ -49,11 +49,6 @@ _log = logging.getLogger(__name__)
 _CLOSE_SECONDS = 10.0
 # Widths of passes that a target runs once before it serves: as many candidates as a bridge sends, and one more.
 _WARMED_WIDTHS = range(1, 26)
-# The settings that prompt lookup does not have.
-_OF_ENGINES = (
-    *("engine", "device", "dtype", "weights", "compile", "threads", "kv_memory", "queue", "forward_limit"),
-    *("deterministic", "trust_model", *GAUDI),
-)
 
 
 def run(
@@ -181,14 +176,9 @@ def _undisturbed(timings: Sequence[tuple[int, Timing]]) -> tuple[tuple[int, int]
 def _run_suffix_server(
     config: ModelServerConfig, on_start: Callable[[str], None], until_stdin_closes: bool, insight: Insight
 ) -> None:
-    """Serves prompt lookup as a draft. Raises `InvalidField` for settings that it does not have."""
+    """Serves prompt lookup as a draft. Raises `InvalidField` for another role."""
     if config.role is not Role.DRAFT:
         raise InvalidField("--role", f"draft with {SUFFIX}, which has no text of its own", config.role.value)
-    for name in _OF_ENGINES:
-        value, default = getattr(config, name), ModelServerConfig.model_fields[name].default
-        if value not in (default, AUTO):
-            allowed = f"left out with {SUFFIX}, which runs without an engine"
-            raise InvalidField(option(name), allowed, value)
     if config.cpu_affinity:
         pin(config.cpu_affinity)
     suffix = SuffixModel(config.name or SUFFIX, config.slots)

@@ -272,27 +272,6 @@ def test_it_says_who_it_is(suffix_fleet: Fleet) -> None:
     assert pieces[-1].sha256 == model.tokenizer_sha256
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("--engine", "llamacpp"),
-        ("--threads", "4"),
-        ("--compile",),
-        ("--kv-memory", "4"),
-        ("--queue", "1"),
-        ("--device", "cuda"),
-        ("--deterministic",),
-        ("--trust-model",),
-        ("--use-flash-attention",),
-        ("--weights", "int4"),
-    ],
-    ids=" ".join,
-)
-def test_options_of_engines_are_refused(options: tuple[str, ...]) -> None:
-    message = refused(command("serve", "suffix", "--role", "draft", "--listen", "127.0.0.1:0", *options))
-    assert f"{options[0]} must be left out with suffix, which runs without an engine" in message
-
-
 async def test_it_is_no_target(suffix_fleet: Fleet) -> None:
     async with grpc.aio.insecure_channel(suffix_fleet.draft) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:

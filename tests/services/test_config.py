@@ -99,6 +99,27 @@ def test_all_errors_are_told_at_once_and_what_is_missing_with_three_ways_to_give
     assert "MODEL is missing: give it on the command line, as DRAFTBRIDGE_SERVE_MODEL or as model under [serve]" in text
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("engine", "llamacpp"), ("threads", "4"), ("kv_memory", "4"), ("queue", "1"), ("device", "cuda")),
+        *(("compile", True), ("deterministic", True), ("trust_model", True), ("use_flash_attention", True)),
+        ("weights", "int4"),
+    ],
+)
+def test_prompt_lookup_ignores_settings_of_engines_unless_the_command_line_has_them(
+    field: str, value: str | bool, tmp_path: Path
+) -> None:
+    """The environment and the file of `up` are those of its target, too."""
+    flags = {"model": "suffix", "role": "draft"}
+    load(ModelServerConfig, flags, None, {f"DRAFTBRIDGE_SERVE_{field.upper()}": str(value)})
+    file = written(tmp_path, f"[serve]\n{field} = {str(value).lower() if value is True else repr(value)}\n")
+    load(ModelServerConfig, flags, file, {})
+    option = f"--{field.replace('_', '-')}"
+    with pytest.raises(InvalidConfiguration, match=f"^{option} must be left out with suffix, which runs without an"):
+        load(ModelServerConfig, flags | {field: value}, None, {})
+
+
 def test_an_empty_variable_may_be_unset() -> None:
     with pytest.raises(InvalidConfiguration, match=r"DRAFTBRIDGE_SERVE_THREADS must be .*, got '': unset it"):
         load(ModelServerConfig, {"model": "m"}, None, {"DRAFTBRIDGE_SERVE_THREADS": ""})
