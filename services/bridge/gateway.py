@@ -156,7 +156,6 @@ class Gateway:
         self.running: dict[Running, None] = {}
         self.observers: list[Callable[[Finished], None]] = []
         self.metrics, self.traces = metrics or BridgeMetrics(), traces
-        self.metrics.watch(zoo)
         self._grammars = ByteGrammars()
 
     def close(self) -> None:

@@ -59,6 +59,7 @@ def run(
             warn_of_open_token(config.credentials, (*config.target, *config.draft))
             if not config.target:
                 _log.warning("a bridge without --target serves candidates to guests only: it cannot generate texts")
+            metrics.watch(zoo)  # before it waits for a target, which its metrics must show
             if await unless(stop.wait(), zoo.connect()) is None:
                 return
             memory = NgramMemory(config.ngram_memory << 20) if config.ngram_memory else None

@@ -14,11 +14,15 @@ import grpc
 import promql_parser
 import pytest
 from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
-from prometheus_client import Metric
+from prometheus_client import Metric, generate_latest
 
+from bridge.errors import Unreachable
 from bridge.statistics import Statistics
 from draftbridge import CallError, Client
 from draftbridge.v1 import bridge_pb2
+from services.bridge.server import run
+from services.bridge.zoo import Zoo
+from services.config import BridgeServerConfig
 from services.metrics import BridgeMetrics, ModelMetrics, ServerMetrics
 from tests.support import guests, tiny
 from tests.support.observed import Observed, Samples, observed, value
@@ -211,6 +215,19 @@ def test_the_bridge_reports_its_services(trio: Trio) -> None:
     assert value(samples, "endpoint_connected", address=trio.draft.address, role="draft") == 1
     cached = [one for (name, _), one in samples.items() if name == "draftbridge_encoded_prompt_bytes_total"]
     assert len(cached) == 1 and all(cached), "one for each tokenizer"
+
+
+def test_a_bridge_that_waits_for_its_first_target_shows_that_none_is_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics, scraped = BridgeMetrics(), []
+
+    async def wait(_: Zoo) -> None:
+        scraped.append(generate_latest(metrics.registry).decode())
+        raise Unreachable("127.0.0.1:1", "")
+
+    monkeypatch.setattr(Zoo, "_connect_targets", wait)
+    with pytest.raises(Unreachable):
+        run(BridgeServerConfig(target=("127.0.0.1:1",), listen="127.0.0.1:0"), print, metrics=metrics)
+    assert 'draftbridge_endpoint_connected{address="127.0.0.1:1",role="target"} 0.0' in scraped[0]
 
 
 def test_channelz_is_served_only_if_asked_for(trio: Trio) -> None:
