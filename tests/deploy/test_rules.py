@@ -46,6 +46,16 @@ def test_slots_of_requests_and_of_guests_do_not_count_as_leaked() -> None:
     assert {"draftbridge_active_requests", "draftbridge_guest_sequences"} <= used_by(leak)
 
 
+def test_a_replica_that_has_left_its_host_name_is_missed_though_no_series_has_its_address() -> None:
+    (fewer,) = [rule for rule in RULES if rule.get("alert") == "DraftBridgeFewerServices"]
+    (record,) = used_by(fewer["expr"])
+    (connected,) = [rule["expr"] for rule in RULES if rule.get("record") == record]
+    assert connected == "sum by (instance, role) (draftbridge_endpoint_connected)"
+    comparison = promql_parser.parse(fewer["expr"])
+    assert isinstance(comparison, promql_parser.BinaryExpr) and str(comparison.op) == "<"
+    assert "on purpose" in fewer["annotations"]["description"]
+
+
 def test_internal_errors_over_http_alert_too() -> None:
     (internal,) = [rule["expr"] for rule in RULES if rule.get("alert") == "DraftBridgeInternalErrors"]
     calls = {"draftbridge_rpc_server_call_duration_seconds_count"}
@@ -54,6 +64,9 @@ def test_internal_errors_over_http_alert_too() -> None:
 
 def test_labels_are_those_of_the_metrics() -> None:
     labels = {name: set(re.findall(r"`(\w+)`", given)) for name, _, given in METRICS}
+    for rule in RULES:
+        if "record" in rule and (by := re.match(r"sum by \(([\w, ]+)\)", rule["expr"])):
+            labels[rule["record"]] = set(by[1].split(", "))
     for rule in RULES:
         for name, given in re.findall(r"(draftbridge_\w+?)(?:_count)?\{\s*([^}]*)\}", rule["expr"]):
             assert set(re.findall(r"(\w+)=", given)) <= labels[name]
