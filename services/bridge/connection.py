@@ -19,13 +19,15 @@ from bridge.planning.estimates import TargetEstimates
 from bridge.text.models import Model
 from draftbridge.v1 import model_pb2
 from services.bridge.endpoint import CHECK_SECONDS, ROLES, Endpoint, ModelReader
-from services.errors import Exhausted
+from services.errors import Exhausted, TlsFailed
 from services.rpc.status import RemoteError, from_rpc_error
 
 _log = logging.getLogger(__name__)
 
 # Minimum time between two tries to connect a service. gRPC itself reconnects a channel every 0.2 to 2 seconds.
 _RETRY_SECONDS = 1.0
+# How often a service that is waited for at the start is asked why it does not answer, and from when on that is logged.
+_ASK_SECONDS, _PATIENCE_SECONDS = 1.0, 5.0
 # A service that does not offer health checks is described again after each such pause.
 _POLL_SECONDS = 5.0
 # Pause after each report of good health, so that a service that sends them without end does not occupy the bridge.
@@ -55,7 +57,8 @@ class Connection:
     calls on one connection.
     `known`: the model that was last connected. `description`: the latest that the service has sent of itself.
     `refused`: the description of a service that was reached but cannot be used. `on_connected` is called with each new
-    endpoint and the one before it.
+    endpoint and the one before it. `loopback`: of localhost, a channel to 127.0.0.1, because gRPC reports only why it
+    could not connect to ::1.
     """
 
     def __init__(
@@ -67,9 +70,11 @@ class Connection:
         reader: ModelReader,
         timeout: float,
         on_connected: Callable[[Endpoint, Endpoint | None], None],
+        loopback: aio.Channel | None = None,
     ) -> None:
         self.address, self.role, self.channel, self._health = address, role, channel, health
         self._reader, self._timeout, self._on_connected = reader, timeout, on_connected
+        self._loopback = loopback
         self.known: Endpoint | None = None
         self.description: model_pb2.Model | None = None
         self.refused: model_pb2.Model | None = None
@@ -105,7 +110,7 @@ class Connection:
         Raises the reason why it cannot be used, which is not logged: see `report`.
         """
         try:
-            description, self.round_trip_ns = await self._describe(self._timeout, wait=True)
+            description, self.round_trip_ns = await self._awaited()
             await self._take_in(description)
         except Exception as error:
             self._set_problem(error)
@@ -124,6 +129,8 @@ class Connection:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         await self._health.close()
+        if self._loopback:
+            await self._loopback.close()
         await self.channel.close(seconds)
 
     def on_change(self, problem: str) -> None:
@@ -159,8 +166,37 @@ class Connection:
         self.on_change(problem)
         return problem
 
+    async def _awaited(self) -> tuple[model_pb2.Model, int]:
+        """Returns the description of a service that may not be there yet, and logs why it has not answered so far.
+
+        Raises `TlsFailed` at once: no waiting mends a certificate.
+        """
+        started, reasons = perf_counter(), set[str]()
+        waiting = asyncio.create_task(self._describe(self._timeout, wait=True))
+        try:
+            while not (await asyncio.wait((waiting,), timeout=_ASK_SECONDS))[0]:
+                try:
+                    await self._describe(CHECK_SECONDS)
+                except TlsFailed:
+                    raise
+                except DraftBridgeError as error:
+                    reason = str(error)
+                    if perf_counter() - started > _PATIENCE_SECONDS and reason not in reasons and not waiting.done():
+                        reasons.add(reason)
+                        role, seconds = ROLES[self.role], self._timeout
+                        self._log(f"the {role} at {self.address} is waited for, up to {seconds:g} s: {reason}")
+            return await waiting
+        finally:
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+
     async def _describe(self, seconds: float, *, wait: bool = False) -> tuple[model_pb2.Model, int]:
-        found = await self._reader.describe(self.channel, self.address, seconds, wait=wait)
+        try:
+            found = await self._reader.describe(self.channel, self.address, seconds, wait=wait)
+        except Unreachable:
+            if self._loopback:
+                await self._reader.describe(self._loopback, self.address, CHECK_SECONDS)
+            raise
         if wait:  # the first call may have waited for the service: only a second one shows the round trip
             found = await self._reader.describe(self.channel, self.address, CHECK_SECONDS)
         self.description = found[0]

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import Context
+from time import perf_counter
 
 from services.bridge.connection import Connection
 from services.bridge.names import Resolver, host_name
@@ -15,8 +16,8 @@ _log = logging.getLogger(__name__)
 _DRAIN_SECONDS = 24 * 3600.0
 # A request that chose an address just before it left the name still opens its stream within this time.
 _LINGER_SECONDS = 2.0
-# The pause between the first look-ups of a name that is not found yet.
-_RETRY_SECONDS = 1.0
+# The pause between the first look-ups of a name that is not found yet, and the time after which that is logged.
+_RETRY_SECONDS, _PATIENCE_SECONDS = 1.0, 5.0
 
 
 class Entry:
@@ -42,11 +43,19 @@ class Entry:
 
     async def find(self, seconds: float, *, wait: bool) -> None:
         """Looks up the name for the first time, within the time limit. `wait`: until it is found."""
+        logged, started = False, perf_counter()
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while True:
                     if await self._look_up() or not (wait and self._host):
                         return
+                    if not logged and (logged := perf_counter() - started > _PATIENCE_SECONDS):
+                        _log.warning(
+                            "the host name %s has no address yet, and is waited for, up to %g s: check the name; in "
+                            "Kubernetes, a headless service gets it when one of its pods is ready",
+                            self._host,
+                            seconds,
+                        )
                     await asyncio.sleep(_RETRY_SECONDS)
 
     def start(self, interval: float) -> None:

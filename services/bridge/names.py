@@ -23,12 +23,17 @@ def host_name(address: str) -> str:
     Empty for IP addresses, for localhost, and for addresses with a scheme such as unix: or dns:, which are gRPC's.
     """
     match = _NAME.fullmatch(address)
-    if match is None or match["host"].rstrip(".").lower() == "localhost":
+    if match is None or is_localhost(address):
         return ""
     with suppress(ValueError):
         ipaddress.ip_address(match["host"])
         return ""
     return match["host"]
+
+
+def is_localhost(address: str) -> bool:
+    """Returns whether HOST:PORT has the host localhost, which stands for 127.0.0.1 and ::1."""
+    return address.rpartition(":")[0].rstrip(".").lower() == "localhost"
 
 
 def with_ip(address: str, ip: str) -> str:

@@ -17,7 +17,7 @@ from draftbridge.v1 import bridge_pb2, model_pb2
 from services.bridge.connection import Connection
 from services.bridge.endpoint import CHECK_SECONDS, ROLES, Endpoint, ModelReader
 from services.bridge.entry import Entry
-from services.bridge.names import Resolver, host_name, resolve, with_ip
+from services.bridge.names import Resolver, host_name, is_localhost, resolve, with_ip
 from services.errors import DraftAway, ModelChanged, ModelNotFound
 from services.rpc.channel import open_channel
 
@@ -98,7 +98,11 @@ class Zoo:
             timeout = min(timeout, CHECK_SECONDS)
         options = (self._credentials, address if ip else "", self._keepalive_seconds)
         channel, health = (open_channel(at, *options) for _ in range(2))
-        return Connection(shown, role, channel, health, self.reader, timeout, self._on_connected)
+        loopback = None
+        if is_localhost(address):
+            named = (self._credentials, address, self._keepalive_seconds)
+            loopback = open_channel(with_ip(address, "127.0.0.1"), *named)
+        return Connection(shown, role, channel, health, self.reader, timeout, self._on_connected, loopback)
 
     async def _connect_targets(self) -> None:
         targets = self._of(model_pb2.ROLE_TARGET)
