@@ -10,10 +10,11 @@ from draftbridge import Client
 from services.cli import bench
 from services.cli.connection import Connect, connecting
 from services.cli.fitted import Fitted
-from services.cli.processes import check_cores, check_options, draft_threads, fetch, fleet, private_environment
+from services.cli.processes import check_cores, draft_threads, fetch, fleet, private_environment, server_options
 from services.cli.terminal import DEFAULT_DRAFT, DEFAULT_TARGET, check_writable, err, fail, out, report, writing
 from services.config import MODEL_HELP
 from services.engines.cpu import cpu_name
+from services.engines.registry import AUTO
 
 _CORES_HELP = "Cores for the {}, such as 0,1 or 0-3. Disjoint cores simulate two machines."
 
@@ -33,10 +34,14 @@ def run(
     count: Annotated[int, typer.Option(min=1, help="The most prompts, evenly over their categories.")] = 12,
     tokens: Annotated[int, typer.Option(min=2, max=2**32 - 1, help="Tokens to generate for each prompt.")] = 96,
     temperature: Annotated[float, typer.Option(min=0.0, max=100.0, help="0 is greedy.")] = 0.0,
-    engine: Annotated[str, typer.Option(help="Engine of the target; see `draftbridge engines`.")] = "auto",
-    draft_engine: Annotated[str, typer.Option(help="Engine of the draft.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="Type that the target computes in.")] = "auto",
-    weights: Annotated[str, typer.Option(help="How the target's weights are stored.")] = "auto",
+    engine: Annotated[
+        str | None, typer.Option(help="Engine of the target; see `draftbridge engines`.", show_default=AUTO)
+    ] = None,
+    draft_engine: Annotated[str | None, typer.Option(help="Engine of the draft.", show_default=AUTO)] = None,
+    dtype: Annotated[str | None, typer.Option(help="Type that the target computes in.", show_default="auto")] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="How the target's weights are stored.", show_default="auto")
+    ] = None,
     target_cores: Annotated[str, typer.Option(help=_CORES_HELP.format("target"))] = "",
     draft_cores: Annotated[str, typer.Option(help=_CORES_HELP.format("draft"))] = "",
     json: Annotated[Path | None, typer.Option(help="Write everything that was measured to this file.")] = None,
@@ -52,9 +57,9 @@ def run(
     of_target, of_draft = _cores(target_cores), _cores(draft_cores)
     if server and (of_target or of_draft):
         raise typer.BadParameter("the processes of a running bridge cannot be pinned", param_hint="--server")
-    usual = {"--target": (target, DEFAULT_TARGET), "--draft": (draft, DEFAULT_DRAFT), "--weights": (weights, "auto")}
-    usual |= {"--engine": (engine, "auto"), "--draft-engine": (draft_engine, "auto"), "--dtype": (dtype, "auto")}
-    extra = [name for name, (value, default) in usual.items() if value != default]
+    of_servers = {"--target": (target, DEFAULT_TARGET), "--draft": (draft, DEFAULT_DRAFT), "--weights": (weights, None)}
+    of_servers |= {"--engine": (engine, None), "--draft-engine": (draft_engine, None), "--dtype": (dtype, None)}
+    extra = [name for name, (value, default) in of_servers.items() if value != default]
     if server and extra:
         problem = "it is for servers that this command starts; of a running bridge, the first usable pair is measured"
         raise typer.BadParameter(problem, param_hint=extra[0])
@@ -63,17 +68,19 @@ def run(
         address = server
         if not server:
             environment = private_environment()
-            checked = check_options(target, environment, engine=engine, dtype=dtype, weights=weights)
-            check_options(draft, environment, engine=draft_engine)
-            fetch([target], [drafted], report, trusted=checked.trusted)
+            usual = {"engine": AUTO}
+            target_options = server_options(target, environment, usual, engine=engine, dtype=dtype, weights=weights)
+            usual |= {"threads": str(draft_threads())}
+            threads = str(len(of_draft)) if of_draft else None
+            draft_options = server_options(draft, environment, usual, engine=draft_engine, threads=threads)
+            fetch([target], [drafted], report, trusted=target_options.trusted)
             report("starting the model servers and a bridge")
-            threads = len(of_draft) if of_draft else draft_threads()
             address = stack.enter_context(
                 fleet(
                     target,
                     drafted,
-                    target_options=("--engine", engine, "--dtype", dtype, "--weights", weights),
-                    draft_options=("--engine", draft_engine, "--threads", str(threads)),
+                    target_options=target_options.words,
+                    draft_options=draft_options.words,
                     target_cores=of_target,
                     draft_cores=of_draft,
                 )
@@ -110,7 +117,7 @@ def run(
     verdict = bench.verdict(samples, pair.draft if server else draft)
     out.print(verdict, style="bold", markup=False, highlight=False, soft_wrap=True)
     if json:
-        asked = {"prompts": prompts.name, "tokens": tokens, "temperature": temperature, "weights": weights}
+        asked = {"prompts": prompts.name, "tokens": tokens, "temperature": temperature, "weights": weights or AUTO}
         pinned = {"target_cores": target_cores, "draft_cores": draft_cores}
         about = {"title": title, "verdict": verdict, **asked, **pinned, "failures": failures}
         with writing(json):

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 from bridge.errors import DraftBridgeError
 from services.child import command
-from services.config import ModelServerConfig
+from services.config import ModelServerConfig, option
 from services.config_reading import load
 from services.engines.cpu import core_count
 from services.engines.registry import AUTO, engine_spec
-from services.engines.spec import EngineOptions
 from services.interrupts import importing
 from services.store.built_in import SUFFIX
 from services.store.cache import Report
@@ -86,16 +85,34 @@ def private_environment() -> dict[str, str]:
     return {key: value for key, value in configured_environment().items() if not key.startswith(left_out)}
 
 
-def check_options(model: str, environment: Mapping[str, str], **options: str) -> EngineOptions:
-    """Returns the options of a model server that is to be started in an environment, before its model is downloaded.
+@dataclass(frozen=True)
+class ServerOptions:
+    """The options for the command line of a model server. `trusted`: it may run the code of its model."""
 
+    words: tuple[str, ...] = ()
+    trusted: bool = False
+
+
+def server_options(
+    model: str, environment: Mapping[str, str], usual: Mapping[str, str], **given: str | None
+) -> ServerOptions:
+    """Checks the options of a model server that is to be started in an environment, before its model is downloaded.
+
+    `given`: what the user gave, by the names of settings; None if nothing. `usual`: values for what neither the user
+    nor the environment nor its file sets. Prompt lookup has no options, because they are for its target.
     Raises `InvalidConfiguration`, `InvalidField`, or `UnusableModel` for an engine that is not installed.
     """
-    given = {"model": model, "listen": "127.0.0.1:0", **options}
-    config = load(ModelServerConfig, given, environment=environment).values
-    if config.engine != AUTO and model != SUFFIX:
+    if model == SUFFIX:
+        return ServerOptions()
+    place = {"model": model, "listen": "127.0.0.1:0"}
+    origins = load(ModelServerConfig, place, environment=environment, partial=True).origins
+    chosen = {name: value for name, value in usual.items() if origins[name] == "default"}
+    chosen |= {name: value for name, value in given.items() if value is not None}
+    config = load(ModelServerConfig, place | chosen, environment=environment).values
+    if config.engine != AUTO:
         engine_spec(config.engine).check(config.options)
-    return config.options
+    words = [word for name, value in chosen.items() for word in (option(name), value)]
+    return ServerOptions(tuple(words), config.options.trusted)
 
 
 def draft_threads() -> int:
@@ -175,7 +192,7 @@ def fleet(
     target: str,
     draft: str | None,
     *,
-    listen: str = "127.0.0.1:0",
+    listen: str | None = "127.0.0.1:0",
     target_options: Sequence[str] = (),
     draft_options: Sequence[str] = (),
     bridge_options: Sequence[str] = (),
@@ -185,10 +202,10 @@ def fleet(
 ) -> Iterator[Fleet]:
     """Runs a target, a bridge and, unless it is None, a draft. Yields when all are ready.
 
-    `target_cores`, `draft_cores`: the cores of a model server, all if None. `draft_options` are for a draft with an
-    engine, so not for prompt lookup. `configured`: the processes read the user's configuration, except what only
-    servers for others need; otherwise, the model servers read other variables but for their names, and the bridge reads
-    nothing. Raises `ProcessFailed`.
+    `listen`: the bridge's address, None for that of its configuration. `target_cores`, `draft_cores`: the cores of a
+    model server, all if None. `draft_options` are for a draft with an engine, so not for prompt lookup. `configured`:
+    the processes read the user's configuration, except what only servers for others need; otherwise, the model servers
+    read other variables but for their names, and the bridge reads nothing. Raises `ProcessFailed`.
     """
     from services.store.resolve import default_name  # takes a while, and few commands need it
 
@@ -217,7 +234,8 @@ def fleet(
             words = ("serve", target, "--role", "target", *named(target), *common, *target_options)
             addresses["target"] = start("target", *words)
         models = [word for name, address in addresses.items() for word in (f"--{name}", address)]
-        bridge = start("bridge", "bridge", *models, "--listen", listen, *bridge_options)
+        place = () if listen is None else ("--listen", listen)
+        bridge = start("bridge", "bridge", *models, *place, *bridge_options)
         address, _, http = bridge.partition(" and ")
         yield Fleet(address, processes=processes, http=http, **addresses)
 

@@ -23,7 +23,7 @@ from services.config import (
     ProcessConfig,
 )
 from services.config_reading import check, check_files, load
-from services.engines.registry import engines, follows, prepare
+from services.engines.registry import AUTO, engines, follows, prepare
 from services.engines.spec import Dtype, EngineOptions, Weights
 from services.interrupts import end_at_sigterm, importing
 from services.logs import configure
@@ -108,40 +108,48 @@ def up(
         str, typer.Option(help="The model that proposes tokens: as for --target, suffix for prompt lookup, or none.")
     ] = DEFAULT_DRAFT,
     listen: Annotated[
-        str, typer.Option(help="HOST:PORT for the bridge to listen on. For other machines: docs/guides/security.md.")
-    ] = DEFAULT_BRIDGE,
+        str | None,
+        typer.Option(
+            help="HOST:PORT for the bridge to listen on. For other machines: docs/guides/security.md.",
+            show_default=DEFAULT_BRIDGE,
+        ),
+    ] = None,
     http: Annotated[str, typer.Option(help="HOST:PORT to listen on for HTTP too; see `bridge --help`.")] = "",
-    engine: Annotated[str, typer.Option(help="Engine of both models; see `serve --help`.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="Data type of both models; see `serve --help`.")] = "auto",
+    engine: Annotated[
+        str | None, typer.Option(help="Engine of both models; see `serve --help`.", show_default=AUTO)
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Data type of both models; see `serve --help`.", show_default="auto")
+    ] = None,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Serve the target with this option.")] = False,
 ) -> None:
     """Run a target, a draft and a bridge as three processes, until stopped with Ctrl-C."""
     with importing():
         from services.cli.processes import (
             StopSignals,
-            check_options,
             configured_environment,
             draft_threads,
             fetch,
             fleet,
             how_ended,
+            server_options,
         )
 
     stop = StopSignals()
     try:
         _check_addresses(listen, http)
         drafted = None if draft == "none" else draft
-        checked = check_options(target, configured_environment(), engine=engine, dtype=dtype)
-        fetch([target], [drafted], report, trusted=checked.trusted)
-        options = ("--engine", engine, "--dtype", dtype)
-        target_options = (*options, "--deterministic") if deterministic else options
-        draft_options = (*options, "--threads", str(draft_threads()))
+        environment, usual = configured_environment(), {"engine": AUTO}
+        of_target = server_options(target, environment, usual, engine=engine, dtype=dtype)
+        usual |= {"threads": str(draft_threads())}
+        of_draft = server_options(draft, environment, usual, engine=engine, dtype=dtype)
+        fetch([target], [drafted], report, trusted=of_target.trusted)
         with fleet(
             target,
             drafted,
             listen=listen,
-            target_options=target_options,
-            draft_options=draft_options,
+            target_options=(*of_target.words, "--deterministic") if deterministic else of_target.words,
+            draft_options=of_draft.words,
             bridge_options=("--http", http) if http else (),
             configured=True,
         ) as running:
@@ -163,13 +171,13 @@ def up(
         pass
 
 
-def _check_addresses(listen: str, http: str) -> None:
+def _check_addresses(listen: str | None, http: str) -> None:
     """Fails for addresses that the bridge could not use, before models are loaded."""
     from services.rpc.server import check_free
 
     try:
-        given = {"listen": listen, "http": http} if http else {"listen": listen}
-        config = load(BridgeServerConfig, given).values
+        given = {"listen": listen, "http": http}
+        config = load(BridgeServerConfig, {name: value for name, value in given.items() if value}).values
     except InvalidConfiguration as error:
         hint = "; `up` starts a bridge, whose other settings are variables such as DRAFTBRIDGE_BRIDGE_INSECURE"
         fail(f"{error}{hint if '--insecure' in str(error) else ''}")

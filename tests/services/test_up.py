@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from draftbridge import Client
 from services.cli.app import app
-from services.cli.processes import READY, fleet, launched
+from services.cli.processes import READY, draft_threads, fleet, launched
 from services.cli.zoo import running as zoo
 from services.errors import ModelNotFound
 from services.store.built_in import SUFFIX
@@ -149,6 +149,66 @@ def test_options_are_checked_before_a_model_is_downloaded(
     listen = ["--listen", "127.0.0.1:0"] if words[0] == "up" else []
     result = CliRunner().invoke(app, [*words, *listen])
     assert re.search(message, str(result.exception)), result.output
+
+
+THREADS = str(draft_threads())
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "target", "draft", "listen"),
+    [
+        ("up", {}, "--engine auto", f"--engine auto --threads {THREADS}", None),
+        ("up", {"SERVE_ENGINE": "torch", "SERVE_THREADS": "3", "SERVE_DTYPE": "float32"}, "", "", None),
+        ("up", {"BRIDGE_LISTEN": "127.0.0.1:0"}, "--engine auto", f"--engine auto --threads {THREADS}", None),
+        ("up --engine torch", {"SERVE_ENGINE": "openvino", "SERVE_THREADS": "3"}, *["--engine torch"] * 2, None),
+        ("up --listen 127.0.0.1:0 --draft suffix", {}, "--engine auto", "", "127.0.0.1:0"),
+        ("bench", {"SERVE_ENGINE": "torch", "SERVE_WEIGHTS": "full"}, "", f"--threads {THREADS}", ""),
+        ("bench --draft-engine torch", {"SERVE_THREADS": "3"}, "--engine auto", "--engine torch", ""),
+    ],
+)
+def test_what_variables_set_is_not_overridden_by_defaults(
+    words: str, variables: dict[str, str], target: str, draft: str, listen: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in ({"BRIDGE_LISTEN": free_address()} | variables).items():
+        monkeypatch.setenv(f"DRAFTBRIDGE_{name}", value)
+    given: dict[str, Any] = {}
+
+    def started(*_: object, **options: object) -> None:
+        given.update(options)
+        raise KeyboardInterrupt
+
+    for module in ("processes", "bench_command"):
+        monkeypatch.setattr(f"services.cli.{module}.fleet", started)
+        monkeypatch.setattr(f"services.cli.{module}.fetch", lambda *_, **__: None)
+    monkeypatch.setattr("services.cli.processes.StopSignals", object)  # those of the tests stay
+    CliRunner().invoke(app, words.split())
+    assert (" ".join(given["target_options"]), " ".join(given["draft_options"])) == (target, draft)
+    assert given.get("listen", "") == listen
+
+
+def test_a_zoo_takes_its_engine_from_the_environment_unless_an_option_names_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[str] = []
+
+    @contextmanager
+    def server(*words: str, **_: object) -> Iterator[tuple[str, None]]:
+        started.append(" ".join(words))
+        yield "127.0.0.1:1", None
+
+    for name in ("serve", "launched"):
+        monkeypatch.setattr(zoo, name, server)
+    monkeypatch.setattr(zoo, "fetch", lambda *_, **__: None)
+    for variable, engine, words in (
+        ("", None, "--engine auto"),
+        ("torch", None, ""),
+        ("torch", "auto", "--engine auto"),
+    ):
+        if variable:
+            monkeypatch.setenv("DRAFTBRIDGE_SERVE_ENGINE", variable)
+        with zoo._fleet(["a"], ["suffix"], engine):
+            assert started[:2] == [f"a --role target --name a {words}".strip(), "suffix --role draft --name suffix"]
+        started.clear()
 
 
 HELD_DOWNLOAD = """

@@ -62,7 +62,9 @@ _Count = Annotated[
     ),
 ]
 _Tokens = Annotated[int, typer.Option(min=8, max=2**31, help="Tokens to generate for each prompt.")]
-_Engine = Annotated[str, typer.Option(help="Engine of all models; see `draftbridge engines`.")]
+_Engine = Annotated[
+    str | None, typer.Option(help="Engine of all models; see `draftbridge engines`.", show_default="auto")
+]
 _Output = Annotated[Path, typer.Option(help="Directory for samples, figures and report; a stopped run resumes there.")]
 _Temperatures = Annotated[str, typer.Option(help="Temperatures, separated by commas; 0 is greedy.")]
 
@@ -126,7 +128,7 @@ def predict_pairs(
     prompts: _Prompts = None,
     count: _Count = None,
     temperatures: _Temperatures = "0,1",
-    engine: _Engine = "auto",
+    engine: _Engine = None,
     output: _Output = Path("zoo"),
 ) -> None:
     """Predict the gain of every pair from the models' times and a few hundred tokens each."""
@@ -150,7 +152,7 @@ def measure_pairs(
     count: _Count = None,
     tokens: _Tokens = 32,
     temperatures: _Temperatures = "0,1",
-    engine: _Engine = "auto",
+    engine: _Engine = None,
     output: _Output = Path("zoo"),
 ) -> None:
     """Measure all ordered pairs, predict them before, and write an HTML report. A stopped run resumes."""

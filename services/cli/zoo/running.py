@@ -9,10 +9,11 @@ from bridge.errors import InvalidField
 from draftbridge import Client
 from draftbridge.v1 import model_pb2
 from services.cli.connection import Connect
-from services.cli.processes import check_options, fetch, launched, private_environment, serve
+from services.cli.processes import fetch, launched, private_environment, serve, server_options
 from services.cli.terminal import report
 from services.cli.zoo.predict import Times
 from services.cli.zoo.samples import Models
+from services.engines.registry import AUTO
 from services.store.built_in import SUFFIX
 from services.store.resolve import default_name
 
@@ -36,7 +37,9 @@ class Zoo:
 
 
 @contextmanager
-def running(connect: Connect, server: str, targets: str | None, drafts: str | None, engine: str) -> Iterator[Zoo]:
+def running(
+    connect: Connect, server: str, targets: str | None, drafts: str | None, engine: str | None
+) -> Iterator[Zoo]:
     """Starts all models and a bridge, or connects to a running one, whose models are all taken if none are named.
 
     Prints a line for each service that cannot be used.
@@ -89,7 +92,7 @@ def _read(client: Client, targets: Sequence[str], drafts: Sequence[str], served:
 
 
 @contextmanager
-def _fleet(targets: Sequence[str], drafts: Sequence[str], engine: str) -> Iterator[tuple[str, dict[str, str]]]:
+def _fleet(targets: Sequence[str], drafts: Sequence[str], engine: str | None) -> Iterator[tuple[str, dict[str, str]]]:
     """Runs a server for each model, in the roles that it needs, and a bridge.
 
     Yields the bridge's address, and the models by the addresses of their servers.
@@ -98,16 +101,16 @@ def _fleet(targets: Sequence[str], drafts: Sequence[str], engine: str) -> Iterat
     if SUFFIX in targets:
         raise InvalidField("--targets", f"models with a text of their own, not {SUFFIX}", ", ".join(targets))
     environment = private_environment()
-    checked = check_options(models[0], environment, engine=engine)
-    fetch(targets, drafts, report, trusted=checked.trusted)
+    chosen = server_options(models[0], environment, {"engine": AUTO}, engine=engine)
+    fetch(targets, drafts, report, trusted=chosen.trusted)
     with ExitStack() as stack:
         options: list[str] = []
         served = {}
         for number, model in enumerate(models, start=1):
             report(f"starting {model} ({number} of {len(models)})")
             role = "both" if model in targets and model in drafts else "target" if model in targets else "draft"
-            engines = () if model == SUFFIX else ("--engine", engine)
-            words = ("--role", role, "--name", default_name(model), *engines)
+            own = () if model == SUFFIX else chosen.words
+            words = ("--role", role, "--name", default_name(model), *own)
             address, _ = stack.enter_context(serve(model, *words, environment=environment))
             served[address] = model
             options += ["--target", address] if model in targets else []
