@@ -9,6 +9,10 @@ import sys
 
 # From linux/prctl.h.
 _PR_SET_PDEATHSIG = 1
+# The variables by which `services.engines.openmp` configures OpenMP for this process, as they were before.
+OPENMP_BEFORE = {
+    name: os.environ.get(name) for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_PROC_BIND", "OMP_PLACES")
+}
 
 
 def command(module: str, *arguments: str) -> list[str]:
@@ -25,6 +29,15 @@ def bound_command(module: str, *arguments: str) -> list[str]:
     This begins before the module's imports, which may take seconds.
     """
     return command("services.child", str(os.getpid()), module, *arguments)
+
+
+def environment_before() -> dict[str, str]:
+    """Returns this process's environment without its own settings of OpenMP, which would bind all threads of a child.
+
+    It is for children that use several cores, or have settings of their own.
+    """
+    others = {name: value for name, value in os.environ.items() if name not in OPENMP_BEFORE}
+    return others | {name: value for name, value in OPENMP_BEFORE.items() if value is not None}
 
 
 def quiet_libraries() -> None:

@@ -14,8 +14,7 @@ from typing import TypeAlias
 
 from filelock import FileLock, Timeout
 
-from services.child import bound_command
-from services.engines.openmp import environment_before
+from services.child import bound_command, environment_before
 from services.store.cache import cache_directory
 
 _log = logging.getLogger(__name__)

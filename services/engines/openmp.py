@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from services.child import OPENMP_BEFORE
 from services.engines.affinity import physical_cores
 from services.engines.cpu import surely_on_cpu
 from services.interrupts import importing
@@ -23,8 +24,6 @@ from services.interrupts import importing
 _COUNT, _POLICY, _BIND, _PLACES = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_PROC_BIND", "OMP_PLACES"
 _THREADS = "OMP_NUM_THREADS"
 
-# What of the environment was there before.
-_BEFORE = {name: os.environ.get(name) for name in (_COUNT, _POLICY, _BIND, _PLACES)}
 # With one of these a user has decided where threads run.
 _CHOSEN = (_BIND, _PLACES, "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 # torch's threads also wait while Python prepares the next step: on an EPYC, passes of Gemma-3-270M take a tenth longer
@@ -43,7 +42,7 @@ def limit_spinning(count: int = _TORCH) -> None:
 
     Nothing changes if the process was started with GOMP_SPINCOUNT in its environment.
     """
-    if _BEFORE[_COUNT] is None:
+    if OPENMP_BEFORE[_COUNT] is None:
         os.environ[_COUNT] = str(count)
     # Each of our own threads that runs forwards gets some. Once there are more than cores, OpenMP by itself lets them
     # sleep almost at once, also in forwards that run alone: those of Gemma-3-270M took twice as long from then on.
@@ -123,9 +122,3 @@ def load_torch() -> None:
     """Loads torch, which takes seconds, as `loading` describes."""
     with loading(), importing():
         import torch  # noqa: F401
-
-
-def environment_before() -> dict[str, str]:
-    """Returns this process's environment without what is set here, for processes that set their own."""
-    others = {name: value for name, value in os.environ.items() if name not in _BEFORE}
-    return others | {name: value for name, value in _BEFORE.items() if value is not None}

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from bridge.errors import UnusableModel
-from services.child import bound_command
+from services.child import bound_command, environment_before
 from services.errors import DamagedFile, ModelNotFound
 from services.interrupts import ending_at_once
 from services.store.built_in import BUILT_IN, SUFFIX, BuiltIn
@@ -231,6 +231,7 @@ def _gguf(path: Path, name: str, sha256: str | None, weights: str, report: Repor
             bound_command("services.store.convert", str(path), str(converted), weights),
             stdout=sys.stderr,
             check=False,
+            env=environment_before(),
         )
         if done.returncode:
             check_space(scratch, "the converted model")  # others may have filled the disk meanwhile

@@ -190,7 +190,7 @@ def test_a_library_that_is_loaded_leaves_other_threads_and_processes_their_cores
         "bind_threads('cpu', None, compiles=False)\n"
         f"before = os.sched_getaffinity(0); load_torch(); import services.engines.{module}\n"
         "assert os.sched_getaffinity(0) == before and os.environ.get('OMP_PROC_BIND') == 'true'\n"
-        "from services.engines.openmp import environment_before\n"
+        "from services.child import environment_before\n"
         "assert not {'OMP_PROC_BIND', 'OMP_PLACES'} & set(environment_before())"
     )
     subprocess.run([sys.executable, "-c", program], env=_PLAIN, check=True, timeout=120)

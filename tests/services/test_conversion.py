@@ -76,6 +76,24 @@ def test_a_conversion_of_another_file_is_not_used(
         assert (directory / "config.json").read_text() == used
 
 
+def test_a_conversion_is_not_bound_as_the_forwards_of_its_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, str] = {}
+
+    def convert(program: list[str], *, env: dict[str, str], **options: object) -> SimpleNamespace:
+        given.update(env)
+        return converted(program)
+
+    monkeypatch.setenv("DRAFTBRIDGE_CACHE", str(tmp_path))
+    monkeypatch.setenv("OMP_PROC_BIND", "true")
+    monkeypatch.setenv("OMP_PLACES", "{0},{1}")
+    monkeypatch.setattr("services.store.resolve.built_in_gguf", lambda model, report: Path(__file__))
+    monkeypatch.setattr("services.store.resolve.subprocess.run", convert)
+    resolve(BUILT.name)
+    assert "PATH" in given and not {"OMP_PROC_BIND", "OMP_PLACES"} & set(given)
+
+
 def test_of_two_that_need_a_conversion_one_makes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRAFTBRIDGE_CACHE", str(tmp_path))
     monkeypatch.setattr("services.store.resolve.built_in_gguf", lambda model, report: Path(__file__))

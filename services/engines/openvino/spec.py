@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from bridge.errors import UnusableModel
-from services.child import bound_command
+from services.child import bound_command, environment_before
 from services.engines.spec import Dtype, EngineOptions, EngineSpec, Weights
 from services.store.cache import Report, cache_directory, check_space, fingerprint, making, settle
 from services.store.resolve import default_name, resolve
@@ -46,6 +46,7 @@ def convert(directory: Path, name: str, weights: str, report: Report = lambda te
                 stderr=subprocess.PIPE,
                 text=True,
                 check=False,
+                env=environment_before(),
             )
             if done.returncode:
                 check_space(scratch, "the converted model")  # others may have filled the disk meanwhile
