@@ -53,6 +53,15 @@ def test_objects_are_valid(overlay: str) -> None:
     assert {one.get("namespace") for one in namespaced} == {"draftbridge"}
 
 
+def test_the_policy_of_the_documentation_lets_the_traces_of_all_processes_out() -> None:
+    blocks = re.findall(r"^```yaml\n(.*?)^```", (ROOT / "deploy/README.md").read_text(), flags=re.M | re.S)
+    (policy,) = [one for one in map(yaml.safe_load, blocks) if one.get("kind") == "NetworkPolicy"]
+    kubernetes_validate.validate(policy, "1.37", strict=True)
+    pods = [labels_of(one) for one in of_kind("base", "Deployment")]
+    assert pods and all(selects(policy["spec"]["podSelector"], labels) for labels in pods)
+    assert policy["spec"]["policyTypes"] == ["Egress"]
+
+
 def test_a_wrong_object_is_noticed() -> None:
     (wrong, *_) = of_kind("base", "Deployment")
     wrong = wrong | {"spec": wrong["spec"] | {"replica": 3}}
