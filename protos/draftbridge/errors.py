@@ -102,7 +102,7 @@ class CallError(Exception):
             return cls(report.code, report.reason, report.message, report.metadata)
         if failure := tls_failure(code, error.details() or ""):
             message = (
-                f"no secure connection to {address} ({failure}): check that the bridge uses TLS, that its certificate "
+                f"no secure connection to {address} ({failure}): check that the server uses TLS, that its certificate "
                 "is valid now and for this address, and that the client trusts its authority (--ca)"
             )
             return cls(code, "TLS_FAILED", message, {"address": address})
@@ -111,7 +111,7 @@ class CallError(Exception):
         if broke or code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
             late, answered = code is grpc.StatusCode.DEADLINE_EXCEEDED, bool(error.initial_metadata())
             check = (
-                "check the address (a bridge's own port, not its HTTP port), that a bridge is running there, and that "
+                "check the address (a bridge's own port, not its HTTP port), that a server is running there, and that "
                 "it and the client both use TLS or both do not; with mutual TLS, also the client's certificate"
             )
             if late:
