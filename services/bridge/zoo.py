@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import NoneType
 
 from bridge.errors import DraftBridgeError, Unreachable
 from bridge.text.models import Model
@@ -105,12 +106,17 @@ class Zoo:
         return Connection(shown, role, channel, health, self.reader, timeout, self._on_connected, loopback)
 
     async def _connect_targets(self) -> None:
-        targets = self._of(model_pb2.ROLE_TARGET)
+        targets, logged = self._of(model_pb2.ROLE_TARGET), list[Connection]()
         tasks = [asyncio.create_task(one.connect()) for one in targets]
         waiting: set[asyncio.Task[None]] = set(tasks)
         try:
             while waiting and not any(task.done() and not task.exception() for task in tasks):
-                _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for one, task in zip(targets, tasks, strict=True):
+                    refused = task in done and type(task.exception()) not in (NoneType, Unreachable)
+                    if refused and waiting:  # for the others, perhaps for long
+                        _log.warning("the target at %s cannot be used: %s", one.address, one.problem)
+                        logged.append(one)
             if waiting:  # the others may be loading for minutes, and are connected later
                 await asyncio.wait(waiting, timeout=CHECK_SECONDS)
         finally:
@@ -122,7 +128,7 @@ class Zoo:
             # One reason is raised, and the caller prints it.
             raised = next((error for _, error in failed if not isinstance(error, Unreachable)), failed[0][1])
             for one, error in failed:
-                if error is not raised:
+                if error is not raised and one not in logged:
                     _log.warning("the target at %s cannot be used: %s", one.address, one.problem)
             raise raised
         for one, error in failed:

@@ -21,6 +21,7 @@ from services.errors import TlsFailed
 from services.rpc.channel import open_channel
 from tests.support.certificates import authority, issue
 from tests.support.ports import free_address
+from tests.support.waiting import eventually
 
 
 @pytest.fixture(autouse=True)
@@ -79,6 +80,28 @@ async def test_why_a_target_is_waited_for_is_logged_once(
     assert line.startswith(
         f"the target at {address} is waited for, up to 200 s: no usable service answers at {address}"
     )
+
+
+async def test_a_target_that_is_refused_is_logged_while_another_one_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    refused, absent = free_address(), free_address()
+
+    async def describe(self: ModelReader, channel: aio.Channel, address: str, *_: object, **__: object) -> object:
+        if address == refused:
+            raise TlsFailed(address, "CERTIFICATE_VERIFY_FAILED")
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    monkeypatch.setattr(ModelReader, "describe", describe)
+    zoo = Zoo([refused, absent], [], 200.0)
+    connecting = asyncio.create_task(zoo.connect())
+    await asyncio.to_thread(eventually, lambda: bool(caplog.records))
+    connecting.cancel()
+    await asyncio.gather(connecting, return_exceptions=True)
+    await zoo.close()
+    (line,) = [one.getMessage() for one in caplog.records if refused in one.getMessage()]
+    assert line.startswith(f"the target at {refused} cannot be used: no secure connection")
 
 
 async def test_a_name_without_addresses_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
