@@ -20,6 +20,7 @@ this order, which is also a good order to read them in::
                  sequences
     generation   a request from beginning to end; statistics counts what happened
 
-`ports` defines the messages to and from draft and target as values, `errors` what can fail in the algorithm.
+`ports` defines the messages to and from draft and target as values, `errors` what can fail in the algorithm, `threads`
+which threads what takes long runs in.
 `sampling/` is for the model servers: parameters, noise and the choice of a token.
 """

@@ -65,9 +65,10 @@ class EmptyPrompt(InvalidRequest, reason="EMPTY_PROMPT"):
 
 
 class PromptTooLong(InvalidRequest, reason="PROMPT_TOO_LONG"):
-    def __init__(self, prompt: int, context: int, model: str) -> None:
+    def __init__(self, prompt: int, context: int, model: str, *, at_least: bool = False) -> None:
+        count = f"at least {prompt}" if at_least else prompt
         super().__init__(
-            f"the prompt has {prompt} tokens, and {model}'s context of {context} tokens must leave one to "
+            f"the prompt has {count} tokens, and {model}'s context of {context} tokens must leave one to "
             f"generate: shorten the prompt to {context - 1} tokens or choose a model with a longer context",
             prompt_token_count=prompt,
             context_length=context,

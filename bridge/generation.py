@@ -7,7 +7,6 @@
 5. `TextStream` (`text.stream`) turns committed bytes into text, and finds the stop strings.
 """
 
-import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import ExitStack, aclosing, closing
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from bridge.loop import speculate
 from bridge.planning.estimates import RequestEstimates, TargetEstimates
 from bridge.planning.planner import Mode, Planner
 from bridge.ports import FinishReason, Logprob, TextGrammar, Verifier
-from bridge.request import Request, check, render, token_room
+from bridge.request import Request, check, render, rendering_threads, token_room
 from bridge.sources import open_sources
 from bridge.sources.draft import DraftSource, open_draft
 from bridge.sources.ngrams import NgramMemory
@@ -33,6 +32,7 @@ from bridge.text.chat import Chat, end_of_turn
 from bridge.text.models import Model
 from bridge.text.stream import Span, TextStream
 from bridge.text.vocabulary import Rendering
+from bridge.threads import run, threads_for
 
 # Returns another draft for the rest of a request, or None; see `generate`.
 NextDraft: TypeAlias = Callable[[DraftBridgeError | None], Draft | None]
@@ -100,7 +100,7 @@ async def generate(
     Raises `InvalidRequest` for a request that the target cannot serve, and the errors of `speculate`.
     """
     started = clock() if started_ns is None else started_ns
-    prompt = await asyncio.to_thread(_prepared, request, model)
+    prompt, end_id = await run(rendering_threads(request, model), _prepared, request, model)
     max_tokens = token_room(request, model, prompt.ids)
     unshared = TargetEstimates(model.forward_costs)
     estimates = estimates or (lambda: unshared)
@@ -115,16 +115,14 @@ async def generate(
         tenant=request.tenant,
         grammar=grammar,
         alone=not (grammar or next_draft),
+        threads=partial(rendering_threads, request),
         clock=clock,
     )
-    at_once = await asyncio.to_thread(open_sources, opening, request.speculation.allows)
+    threads = threads_for(request.input_byte_count)
+    at_once = await run(threads, open_sources, opening, request.speculation.allows)
     opened = list(at_once)  # also those that are dropped or replaced later
     own_estimates = RequestEstimates(estimates(), at_once)
     planner = Planner(request.speculation, own_estimates)
-    # The candidate for a proposed end of the text; in a chat, this is the end of the assistant's turn.
-    end_id = next(iter(model.special_ids.eos), None)
-    if isinstance(request.input, Chat):
-        end_id = await asyncio.to_thread(end_of_turn, model) or end_id
 
     def on_draft(draft: DraftSource) -> None:
         opened.append(draft)
@@ -178,10 +176,14 @@ async def generate(
     )
 
 
-def _prepared(request: Request, model: Model) -> Rendering:
-    """Checks a request and renders it, which takes time for a long prompt, or for biases of a whole vocabulary."""
+def _prepared(request: Request, model: Model) -> tuple[Rendering, int | None]:
+    """Checks a request and renders it, which takes time for a long prompt, or for biases of a whole vocabulary.
+
+    Returns also the candidate for a proposed end of the text; in a chat, this is the end of the assistant's turn.
+    """
     check(request, model.has_all)
-    return render(request, model, model)
+    rendering, end_id = render(request, model, model), next(iter(model.special_ids.eos), None)
+    return rendering, (end_of_turn(model) or end_id) if isinstance(request.input, Chat) else end_id
 
 
 async def _find_draft(

@@ -21,7 +21,7 @@ from bridge.sources.source_set import SourceSet
 from bridge.speculation import Speculation
 from bridge.statistics import Statistics
 from bridge.tape import Tape
-from bridge.text.chat import end_of_turn, render_chat, render_ids_for
+from bridge.text.chat import chat_threads, end_of_turn, render_chat, render_ids_for
 from bridge.text.chat_reading import read_chat
 from bridge.text.common_prefix import common_prefix_length
 from bridge.text.models import Model
@@ -82,6 +82,7 @@ class GuestSequence:
             memory=shared.memory,
             tenant=shared.tenant,
             alone=shared.alone,
+            threads=partial(chat_threads, byte_count=4 * split),
         )
         # Without drafts only tokens are indexed.
         self._prompt_byte_count = 0 if shared.alone else sum(map(len, map(model.vocabulary.token_bytes, ids[:split])))

@@ -3,15 +3,18 @@
 import json
 import secrets
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from bridge.errors import EmptyPrompt, InvalidField, MaxTokensTooLarge, PromptTooLong, TokenOutOfRange, require
 from bridge.planning.planner import Mode, SpeculationParameters
 from bridge.sampling.sampler import SamplingParameters
 from bridge.sources import SOURCES
-from bridge.text.chat import Chat, check_tools, render_chat, render_ids_for, render_text_for
+from bridge.text.chat import Chat, chat_threads, check_tools, render_chat, render_ids_for, render_text_for
 from bridge.text.models import Model
 from bridge.text.vocabulary import Rendering
+from bridge.threads import threads_for
 
 MAX_STOP_STRINGS = 64
 # Of the name that a client gives. Servers put the name of the client's key and a slash before it: the bridge, and an
@@ -35,6 +38,23 @@ class Request:
     speculation: SpeculationParameters = SpeculationParameters()
     tenant: str = ""
     reports_progress: bool = False
+
+    @cached_property
+    def input_byte_count(self) -> int:
+        """Returns the size of the input, which the time to render it depends on."""
+        match self.input:
+            case str(text):
+                return _byte_count(text)
+            case Chat(messages, variables):
+                further = [dict(variables), *(dict(one.fields) for one in messages)]
+                spoken = sum(_byte_count(one.role) + _byte_count(one.content) for one in messages)
+                return spoken + _byte_count(json.dumps(further, ensure_ascii=False))
+            case ids:
+                return 4 * len(ids)
+
+
+def _byte_count(text: str) -> int:
+    return len(text.encode("utf-8", "surrogatepass"))  # `check` refuses lone surrogates
 
 
 def check(request: Request, has_all: Callable[[Sequence[int]], bool] | None = None) -> None:
@@ -82,16 +102,7 @@ def check_tenant(tenant: str, prefix_count: int) -> None:
 
 def check_size(request: Request, limit_bytes: int) -> None:
     """Raises `InvalidField` for an input that would take long to tokenize."""
-    match request.input:
-        case str(text):
-            size = len(text.encode())
-        case Chat(messages, variables):
-            size = sum(len(one.role.encode()) + len(one.content.encode()) for one in messages)
-            further = [dict(variables), *(dict(one.fields) for one in messages)]
-            size += len(json.dumps(further, ensure_ascii=False).encode())
-        case ids:
-            size = 4 * len(ids)
-    check_bytes("the prompt", size, limit_bytes)
+    check_bytes("the prompt", request.input_byte_count, limit_bytes)
 
 
 def check_bytes(field: str, size: int, limit_bytes: int) -> None:
@@ -112,6 +123,13 @@ def render(request: Request, model: Model, source: Model) -> Rendering:
             return rendering
         case ids:
             return render_ids_for(model, ids, source)
+
+
+def rendering_threads(request: Request, model: Model) -> Executor | None:
+    """Returns the threads that render a request in a model's tokens, see `bridge.threads`."""
+    if isinstance(request.input, Chat):
+        return chat_threads(model, request.input_byte_count)
+    return threads_for(request.input_byte_count)
 
 
 def token_room(request: Request, model: Model, prompt_ids: Sequence[int]) -> int:

@@ -21,6 +21,7 @@ from bridge.sources.source import (
 )
 from bridge.text.common_prefix import common_prefix_length
 from bridge.text.translation import DraftContext
+from bridge.threads import run
 
 # The assumed average bytes of a draft token, until the draft has proposed some.
 _TOKEN_BYTES = 4.0
@@ -131,7 +132,7 @@ async def open_draft(draft: Draft, opening: Opening) -> "DraftSource":
     accepts, and `PromptTooLong` if the prompt does not fit into the draft's context.
     """
     try:
-        return await asyncio.to_thread(DraftSource, draft, opening)
+        return await run(opening.threads(draft.model), DraftSource, draft, opening)
     except BaseException:  # also if it is cancelled
         draft.drafter.close()
         raise

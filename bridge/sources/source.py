@@ -7,6 +7,7 @@ in the middle of a word. `offer_of` translates the bytes of one or several sourc
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from itertools import accumulate, takewhile
 from math import prod
@@ -171,7 +172,8 @@ class Opening:
     `tape` holds the prompt and, later, what the target commits. `render` returns the prompt in another model's tokens,
     or raises a `DraftBridgeError`. `memory` holds what was learned from outputs; `tenant`: whose output this is, empty
     if nothing may be learned from it. `grammar`: what the text must satisfy. `alone`: no draft will
-    ever take part and there is no grammar, so no source has to continue the bytes of another one.
+    ever take part and there is no grammar, so no source has to continue the bytes of another one. `threads` returns
+    the threads that `render` runs in, see `bridge.threads`.
     """
 
     tape: Tape
@@ -181,6 +183,7 @@ class Opening:
     tenant: Hashable = ""
     grammar: TextGrammar | None = None
     alone: bool = False
+    threads: Callable[[Model], Executor | None] = lambda _: None
     clock: Callable[[], int] = perf_counter_ns
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,6 +10,7 @@ from bridge.errors import DraftBridgeError, InvalidField, InvalidRequest, Unusab
 from bridge.text.json_objects import read_object
 from bridge.text.models import Model, derived
 from bridge.text.vocabulary import Marks, Rendering
+from bridge.threads import is_large
 
 # The variables that the bridge sets for a template, and Jinja's own global functions.
 _RESERVED = {"messages", "add_generation_prompt", "bos_token", "eos_token", "pad_token"} | {
@@ -47,7 +49,21 @@ def render_chat(model: Model, chat: Chat) -> Rendering:
     adapted = replace(chat, messages=_adapted(model, chat.messages))
     text, marks = _rendered(model, adapted, add_generation_prompt=True)
     # A template writes the initial control tokens itself; for a plain transcript the tokenizer adds them.
-    return model.vocabulary.prompt(text, marks, framed=not model.chat_template)
+    return model.prompt(text, marks, framed=not model.chat_template)
+
+
+def chat_threads(model: Model, byte_count: int) -> Executor:
+    """Returns the threads that render chats of that size for a model, see `bridge.threads`.
+
+    Each model has its own, because its template may take seconds and renders one chat at a time.
+    """
+    return _chat_threads(model)[is_large(byte_count)]
+
+
+@derived
+def _chat_threads(model: Model) -> tuple[Executor, Executor]:
+    # Two for short chats: while the template hangs for one chat, the other thread refuses those that find it busy.
+    return ThreadPoolExecutor(2, "chat"), ThreadPoolExecutor(1, "large chat")
 
 
 def check_tools(model: Model, chat: Chat, rendering: Rendering) -> None:
@@ -78,7 +94,7 @@ def _check_use(model: Model, without: Chat, rendering: Rendering, name: str) -> 
 def render_text_for(model: Model, text: str, source: Model) -> Rendering:
     """Renders a prompt that was written for `source`: control tokens become those of the same role in `model`."""
     if model.vocabulary is source.vocabulary:
-        return model.vocabulary.prompt(text, framed=True)
+        return model.prompt(text, framed=True)
     parts: list[str | int] = []
     done = 0
     spans = source.vocabulary.spans(text, source.vocabulary.controls)
@@ -147,7 +163,7 @@ def _render_parts(model: Model, parts: Sequence[str | int], source: Model) -> Re
             written = source.vocabulary.name(part)
             # A control token without a counterpart becomes text, in its written form.
             text += _shield(written, model, marks) if counterpart is None else model.vocabulary.name(counterpart)
-    return model.vocabulary.prompt(text, marks, framed=True)
+    return model.prompt(text, marks, framed=True)
 
 
 def _rendered(model: Model, chat: Chat, *, add_generation_prompt: bool) -> tuple[str, Marks]:

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from functools import cached_property, wraps
 from typing import Any, Protocol, TypeVar
 
+from bridge.errors import PromptTooLong
 from bridge.text.string_matcher import StringMatcher
-from bridge.text.vocabulary import Vocabulary
+from bridge.text.vocabulary import Marks, Rendering, Vocabulary
 
 T = TypeVar("T")
 
@@ -92,6 +93,17 @@ class Model:
         ids = self.special_ids
         named = {"bos_token": ids.bos, "eos_token": ids.eos[0] if ids.eos else None, "pad_token": ids.pad}
         return {name: "" if id_ is None else self.vocabulary.name(id_) for name, id_ in named.items()}
+
+    def prompt(self, text: str, marks: Marks | None = None, *, framed: bool) -> Rendering:
+        """Returns `Vocabulary.prompt` of a text.
+
+        Raises `PromptTooLong`, before the whole is encoded, for a text that surely exceeds the context.
+        """
+        context = self.context_length
+        least = self.vocabulary.least_count(text, marks, context)
+        if least >= context:
+            raise PromptTooLong(least, context, self.name, at_least=True)
+        return self.vocabulary.prompt(text, marks, framed=framed, max_kept_tokens=context - 1)
 
     def counterpart(self, id_: int, source: "Model") -> int | None:
         """Returns this model's control token with the role or, failing that, the name of `source`'s token `id_`."""

@@ -77,7 +77,7 @@ class Seams:
         # those that a normalizer puts the same space before as before a text. With these, no boundary is ever final.
         prepends = any(part["type"] == "Prepend" for part in components(spec.get("normalizer")))
         added = table.added.values()
-        self._never_final = any(token.single_word or (prepends and token.normalized) for token in added)
+        self.never_final = any(token.single_word or (prepends and token.normalized) for token in added)
         # At least the length of the longest added token, which may begin at the end of a text.
         self._lookahead = max([_LOOKAHEAD_BYTES, *(len(token.content.encode()) for token in added)])
 
@@ -101,7 +101,7 @@ class Seams:
 
     def settled(self, data: bytes | bytearray, tokens: Tokens, known: int) -> int:
         """Returns how many of the tokens of `data` remain the same whatever follows its first `known` bytes."""
-        if self._never_final:
+        if self.never_final:
             return 0
         ends = tokens.ends
         count = min(bisect_right(ends, known - self._lookahead), bisect_right(ends, known) - _COMPARED_TOKENS)

@@ -19,6 +19,8 @@ from bridge.text.seams import Boundary, Seams, Tokens
 from bridge.text.string_matcher import StringMatcher
 from bridge.text.token_table import TokenTable
 
+# A text of many tokens has more than one in this many bytes, unless it was written to have fewer.
+_MAX_USUAL_TOKEN_BYTES = 8
 # From this length, a text is encoded as a batch of one, for which the library releases the interpreter's lock.
 _MIN_BATCH_CHARACTERS = 8192
 _WORD_END = re.compile(r"(?<=\S)(?=[ \t\n])|(?<=[。，、！？；：])(?=\w)")
@@ -114,16 +116,19 @@ class Vocabulary(TokenTable):
             }
         return sorted(spans)
 
-    def prompt(self, text: str, marks: Marks | None = None, *, framed: bool) -> Rendering:
+    def prompt(
+        self, text: str, marks: Marks | None = None, *, framed: bool, max_kept_tokens: int | None = None
+    ) -> Rendering:
         """Returns the tokenizer's own encoding of a whole text, and reuses that of earlier texts that began alike.
 
         Control tokens in the text are recognised, except where `marks` prevent it. `framed`: with the control tokens
-        that the tokenizer puts in front.
+        that the tokenizer puts in front. An encoding of more than `max_kept_tokens` is not kept for later texts.
         """
         data, salt = text.encode(), str(marks).encode()
         known, common = self.prefixes.find(data, salt)
         count, tokens = self.seams.reuse(data, known, common, lambda start: self._marked(data, start, marks))
-        self.prefixes.keep(data, salt, known, count, tokens)
+        if max_kept_tokens is None or count + len(tokens.ids) <= max_kept_tokens:
+            self.prefixes.keep(data, salt, known, count, tokens)
         rest = data[known.end(count) :]
         # All control tokens count as settled, and so does everything before the last one.
         controls = (i + 1 for i in range(len(tokens.ids) - 1, -1, -1) if tokens.ids[i] in self.control)
@@ -137,6 +142,22 @@ class Vocabulary(TokenTable):
         rest = rest[tokens.end(settled) :]
         head = [*(self.frame if framed else ()), *known.ids[:count]]
         return Rendering([*head, *tokens.ids], len(head) + settled, marks.out_of(rest) if marks else rest)
+
+    def least_count(self, text: str, marks: Marks | None, enough: int) -> int:
+        """Returns a number that the tokens of a text are not below: `enough` or more; 0 if they may be fewer.
+
+        It encodes a beginning in which ordinary text has `enough` tokens, and twice as much while that has fewer, so a
+        text with far too many tokens costs little more than one with `enough`.
+        """
+        data, size = text.encode(), _MAX_USUAL_TOKEN_BYTES * enough
+        while size < len(data) and not self.seams.never_final:
+            part = data[:size].decode(errors="ignore").encode()  # without a part of a character
+            tokens = self._marked(part, 0, marks)
+            settled = self.seams.settled(part, tokens, len(part))
+            if settled >= enough:
+                return settled
+            size *= 2
+        return 0
 
     def _marked(self, data: bytes, start: int, marks: Marks | None) -> Tokens:
         """Returns the tokens of the UTF-8 text `data` from the offset `start`."""

@@ -21,6 +21,7 @@ from bridge.sources.source import Draft
 from bridge.statistics import Statistics
 from bridge.text.models import Model
 from bridge.text.translation import segment
+from bridge.threads import run, threads_for
 from draftbridge.v1 import model_pb2
 from services.bridge.backend import Opened, ServedModel, ServiceState
 from services.bridge.endpoint import Endpoint
@@ -206,7 +207,7 @@ class Gateway:
         """See `Backend`. Raises `ModelNotFound`, or `InvalidField` for a long text."""
         found, data = [self.zoo.model(name).vocabulary for name in models], text.encode()
         check_bytes("text", len(data), self.prompt_limit_bytes)
-        rows = await asyncio.gather(*(asyncio.to_thread(segment, one, data) for one in found))
+        rows = await asyncio.gather(*(run(threads_for(len(data)), segment, one, data) for one in found))
         return [[(id_, one.token_bytes(id_)) for id_ in ids] for one, ids in zip(found, rows, strict=True)]
 
     async def check(self) -> list[ServiceState]:

@@ -1,6 +1,5 @@
 """BridgeService: converts between protobuf messages and the gateway's requests and events."""
 
-import asyncio
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -17,6 +16,7 @@ from bridge.request import MAX_STOP_STRINGS, Request, check_bytes, check_tenant
 from bridge.text.chat import Chat
 from bridge.text.models import Model
 from bridge.text.translation import segment, translate
+from bridge.threads import run, threads_for
 from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc
 from services.bridge.backend import Opened
 from services.bridge.gateway import Gateway, Running
@@ -29,8 +29,7 @@ from services.version import VERSION
 
 # Generations in progress that `GetStatus` lists.
 _MAX_RUNNING = 100
-# Larger requests are converted in a thread. One message may hold millions of values; these counts are checked before.
-_MAX_INLINE_BYTES = 64 << 10
+# Large requests are converted in a thread. One message may hold millions of values; these counts are checked before.
 _MAX_MESSAGES, _MAX_CHOICES, _MAX_NAMES = 1 << 16, 1 << 16, 64
 # The ids of a list while no model is known, whose request fails for that reason.
 _MAX_IDS = 1 << 16
@@ -74,8 +73,8 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
         known = [one.known.model for one in self._zoo.connections if one.known]  # also of services that are away
         vocabulary_size = max((one.vocabulary_size for one in known), default=_MAX_IDS)
         _check_counts(request, self._gateway.prompt_limit_bytes, vocabulary_size)
-        if request.ByteSize() > _MAX_INLINE_BYTES:
-            return await asyncio.to_thread(_read_request, request)
+        if threads := threads_for(request.ByteSize()):
+            return await run(threads, _read_request, request)
         return _read_request(request)
 
     async def GetStatus(  # noqa: N802
@@ -126,7 +125,7 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
             raise InvalidField("input", "a text or token ids", "neither")
         size = len(request.text.encode()) if kind == "text" else 4 * len(request.token_ids.token_ids)
         check_bytes(kind, size, self._gateway.prompt_limit_bytes)
-        return await asyncio.to_thread(_translated, request, source, target)
+        return await run(threads_for(size), _translated, request, source, target)
 
 
 def _write_running(running: Running, now_ns: int) -> bridge_pb2.RunningGeneration:

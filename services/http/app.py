@@ -30,6 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from bridge.errors import DraftBridgeError, EmptyPrompt, InvalidField
 from bridge.generation import Delta
 from bridge.request import Request, check_tenant
+from bridge.threads import run, threads_for
 from services.bridge.backend import Backend, ServedModel, ServiceState
 from services.bridge.shared import Shared
 from services.errors import ModelNotFound, Unauthenticated
@@ -190,8 +191,8 @@ class _Door:
             allowed_count = f"so small that this server may generate all choices at once, at most {limit}"
             raise InvalidField("n" if (body.n or 1) > 1 else "prompt", allowed_count, f"{count} choices")
 
-    async def read(self, request: HttpRequest, kind: type[B], key: Key | None) -> B:
-        """Returns the request.
+    async def read(self, request: HttpRequest, kind: type[B], key: Key | None) -> tuple[B, int]:
+        """Returns the request, and the number of bytes of its body.
 
         Raises `InvalidBody`, `HTTPException` for a body that is not read, and what `room` raises if there is none.
         """
@@ -228,7 +229,7 @@ class _Door:
         # Checked before the body, which can take some tenths of a second; the caller takes room for all choices.
         with self.room(kind, 1, key):
             try:
-                return kind.model_validate_json(bytes(body))
+                return kind.model_validate_json(bytes(body)), len(body)
             except ValidationError as error:
                 raise errors.invalid_body(error) from None
 
@@ -249,7 +250,7 @@ class _Door:
     async def segmentation(self, request: HttpRequest) -> Response:
         """Returns the tokens that one or two models make of a text, each with its bytes as far as they are text."""
         key = self.key_of(request)
-        body = await self.read(request, SegmentationRequest, key)
+        body, _ = await self.read(request, SegmentationRequest, key)
         try:
             with self.room(SegmentationRequest, 1, key):
                 rows = await self.backend.segment(body.text, body.models)
@@ -300,11 +301,12 @@ class _Endpoint(Generic[R]):
         try:
             request = HttpRequest(scope, receive)
             key = self._door.key_of(request)
-            body = await self._door.read(request, self._kind, key)
+            body, byte_count = await self._door.read(request, self._kind, key)
             self._door.check_count(body, key)
             with self._door.room(self._kind, body.choice_count, key), self._door.logprobs.share() as take:
                 target, ours = body.model or "", body.extension
-                requests = [_owned(one, key) for one in await asyncio.to_thread(body.requests)]
+                converted = await run(threads_for(byte_count), body.requests)
+                requests = [_owned(one, key) for one in converted]
                 model = await self._door.backend.served_target(target)
                 target = model.name  # the default may change meanwhile, and the answer must be that of one model
                 calls = isinstance(body, ChatCompletionRequest) and body.demands_call

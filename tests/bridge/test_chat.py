@@ -43,7 +43,7 @@ CONTENT = st.lists(
 
 
 def model(kind: str, template: str) -> Model:
-    return tiny.model(kind, chat_template=template)
+    return tiny.model(kind, context_length=8192, chat_template=template)
 
 
 def render(kind: str, template: str, *messages: Message, **variables: object) -> Rendering:

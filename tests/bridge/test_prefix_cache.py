@@ -56,7 +56,7 @@ def test_a_thousand_requests_with_one_system_prompt_encode_what_is_new(
 @pytest.mark.parametrize("kind", tiny.KINDS)
 def test_a_conversations_next_turn_encodes_what_is_new(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     template = "{{ bos_token }}{% for m in messages %}<turn>{{ m.content }}<eos>\n{% endfor %}<turn>"
-    of = tiny.model(kind, chat_template=template)
+    of = tiny.model(kind, context_length=1 << 16, chat_template=template)
     of.vocabulary.prefixes = PrefixCache()
     messages = [Message("user", SYSTEM), Message("assistant", "It is 12, isn't it?")]
     render_chat(of, Chat(tuple(messages)))

@@ -16,7 +16,9 @@ import httpx2 as httpx
 import psutil
 import pytest
 
+from bridge import generation
 from bridge.request import Request
+from bridge.text.models import Model
 from draftbridge import Client
 from services.cli.processes import Fleet, fleet, launched
 from services.config import BridgeServerConfig
@@ -49,6 +51,32 @@ async def test_a_client_that_leaves_before_its_answer_frees_its_sequences(tiny_f
             connection.close()
             await asyncio.to_thread(eventually, lambda: gateway.counts.cancelled == 2)
         assert gateway.counts.active == 0
+
+
+async def test_a_client_that_leaves_counts_until_its_prompt_is_encoded(
+    tiny_fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared, begun, free = generation._prepared, threading.Event(), threading.Event()
+
+    def hold(request: Request, model: Model) -> object:
+        begun.set()
+        assert free.wait(60)
+        return prepared(request, model)
+
+    async with AsyncExitStack() as stack:
+        url, gateway = await stack.enter_async_context(door(tiny_fleet, Limits(sequences=1)))
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60))
+        connection = stack.enter_context(raw(url, json.dumps(LONG | {"prompt": "a " * 50_000}).encode()))
+        stack.callback(free.set)
+        monkeypatch.setattr(generation, "_prepared", hold)
+        await asyncio.to_thread(begun.wait, 60)
+        connection.shutdown(socket.SHUT_RDWR)
+        await asyncio.to_thread(eventually, lambda: not open_connections(url, connection))
+        assert (await http.post("/v1/completions", json=LONG)).status_code == 429
+        assert gateway.counts.active == 1
+        free.set()
+        await asyncio.to_thread(eventually, lambda: gateway.counts.cancelled == 1)
+        assert (await http.post("/v1/completions", json=LONG | {"max_tokens": 1})).status_code == 200
 
 
 def test_a_full_queue_is_429_with_retry_after(tiny_fleet: Fleet, client: Client) -> None:
