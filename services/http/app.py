@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from prometheus_client.exposition import choose_encoder
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -38,7 +38,13 @@ from services.http import errors
 from services.http.answer import Answer, Budget, Limits, WholeResponse, respond, write_text
 from services.http.generation import Event, Sequences, generate
 from services.http.insight import Insight
-from services.http.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest, SegmentationRequest
+from services.http.requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+    SegmentationRequest,
+    read_body,
+)
 from services.http.responses import ChatFormat, Choice, CompletionFormat, Format, Json
 from services.http.tools import Call
 from services.logs import REQUEST_ID_KEY
@@ -228,10 +234,7 @@ class _Door:
             self._arriving_bytes -= counted
         # Checked before the body, which can take some tenths of a second; the caller takes room for all choices.
         with self.room(kind, 1, key):
-            try:
-                return kind.model_validate_json(bytes(body)), len(body)
-            except ValidationError as error:
-                raise errors.invalid_body(error) from None
+            return read_body(kind, bytes(body)), len(body)
 
     async def models(self, request: HttpRequest) -> Response:
         """Lists the targets, which `model` may name, and under our name the drafts."""

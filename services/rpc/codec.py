@@ -19,7 +19,7 @@ from bridge.sampling.sampler import SamplingParameters
 from bridge.sources.ngrams import NgramMemory
 from bridge.statistics import Statistics
 from bridge.text.chat import Chat, Message
-from bridge.text.json_objects import read_object
+from bridge.text.json_objects import count_marks, read_object
 from bridge.text.models import Model, SpecialIds
 from bridge.text.vocabulary import Vocabulary
 from draftbridge.v1 import bridge_pb2, draft_pb2, model_pb2, sampling_pb2, target_pb2
@@ -40,7 +40,7 @@ _MODES = {
 }
 _MODE_NUMBERS = {mode: number for number, mode in _MODES.items()}
 
-# In the JSON of a chat. No other thread runs while Python's parser reads a text; with this limit, for up to 15 ms.
+# In the JSON of a chat, see `count_marks`. With this limit Python's parser takes up to 15 ms.
 _MAX_JSON_MARKS = 1 << 16
 
 
@@ -97,8 +97,8 @@ def read_chat(message: bridge_pb2.Chat) -> Chat:
     """Converts a chat. Raises `InvalidField` for fields that are not JSON objects, or too large ones."""
     variables = message.template_variables_json
     texts = [variables, *(one.fields_json for one in message.messages)]
-    marks = sum(text.count(mark) for text in texts for mark in ",[{")
-    allowed = f"a chat with at most {_MAX_JSON_MARKS} commas, [ and {{ in its JSON"
+    marks = sum(sum(count_marks(text.encode())) for text in texts)
+    allowed = f"a chat with at most {_MAX_JSON_MARKS} commas, [ and {{ in its JSON, outside of strings"
     require(marks <= _MAX_JSON_MARKS, InvalidField, "the prompt", allowed, marks)
     messages = [
         Message(one.role, one.content, read_object(f"chat.messages[{place}].fields_json", one.fields_json or "{}"))

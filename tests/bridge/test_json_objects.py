@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridge.errors import InvalidField
-from bridge.text.json_objects import MAX_DEPTH, read_object
+from bridge.text.json_objects import MAX_DEPTH, count_marks, read_object
 from tests.support.depth import examples
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
@@ -44,6 +44,27 @@ def test_an_object_is_read_as_it_was_written(value: dict[str, Any], ascii_only: 
 def test_an_object_that_templates_cannot_use_is_refused(text: str, problem: str) -> None:
     with pytest.raises(InvalidField, match=problem):
         read_object("x", text)
+
+
+def marks(value: Any) -> tuple[int, int]:
+    """Counts by the value what `count_marks` counts in its text."""
+    if not isinstance(value, list | dict):
+        return 0, 0
+    items = list(value.values() if isinstance(value, dict) else value)
+    numbers = sum(type(one) in (int, float) for one in items[1:]) if isinstance(value, list) else 0
+    inner = [marks(one) for one in items]
+    return numbers + sum(one for one, _ in inner), max(len(items), 1) - numbers + sum(one for _, one in inner)
+
+
+TRICKY = st.lists(st.sampled_from(['"', "\\", ",", "[", "{", "1", " ", "n"])).map("".join)
+TRICKY_VALUES = st.recursive(LEAVES | TRICKY, lambda one: st.lists(one) | st.dictionaries(TRICKY, one), max_leaves=9)
+
+
+@settings(max_examples=examples(60))
+@given(TRICKY_VALUES, st.booleans())
+def test_marks_in_strings_do_not_count(value: Any, compact: bool) -> None:
+    text = json.dumps(value, separators=(",", ":") if compact else None, indent=None if compact else 1)
+    assert count_marks(text.encode()) == marks(value)
 
 
 def test_the_deepest_object() -> None:

@@ -119,7 +119,7 @@ def test_a_body_that_is_not_a_request_is_400(tiny_fleet: Fleet, body: bytes) -> 
 def test_a_body_with_a_million_mistakes_or_prompts_costs_little(tiny_fleet: Fleet, many: dict[str, Any]) -> None:
     answer = httpx.post(f"{tiny_fleet.http}/v1/completions", json={"prompt": "a"} | many, timeout=60)
     assert answer.status_code in (400, 429) and len(answer.text) < 500
-    wrong = httpx.post(f"{tiny_fleet.http}/v1/completions", json={"prompt": [{}] * 500_000}, timeout=60)
+    wrong = httpx.post(f"{tiny_fleet.http}/v1/completions", json={"prompt": [{}] * 10_000}, timeout=60)
     assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "prompt[0]"
 
 

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -12,8 +13,8 @@ from bridge.sampling.grammar import Grammar, GrammarKind
 from bridge.sampling.sampler import SamplingParameters
 from bridge.text.chat import Chat, Message
 from services.bridge.pairing import Wish
-from services.http.errors import invalid_body
-from services.http.requests import ChatCompletionRequest, CompletionRequest
+from services.http.errors import InvalidBody, invalid_body
+from services.http.requests import ChatCompletionRequest, CompletionRequest, read_body
 
 FIELDS = {
     "temperature": 0.5,
@@ -171,3 +172,34 @@ def test_a_bad_body_is_refused_in_one_sentence(fields: dict[str, object], messag
     with pytest.raises(ValidationError) as caught:
         completion(**fields)
     assert str(invalid_body(caught.value)) == message
+
+
+CALL = {"id": "", "type": "function", "function": {"name": "", "arguments": {}}}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [{"role": "user", "content": "a"}] * 20_000},
+        {"messages": [{"role": "assistant", "tool_calls": [CALL] * 5_000}]},
+        {"messages": [], "chat_template_kwargs": {"a": [1] * 40_000}},
+        {"prompt": [[1]] * 20_000},
+        {"prompt": ["a"] * 40_000},
+        {"prompt": [1] * 1_200_000},
+    ],
+    ids=["messages", "calls", "numbers", "lists", "texts", "ids"],
+)
+def test_a_body_that_would_take_long_is_refused_before_it_is_parsed(
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = CompletionRequest if "prompt" in fields else ChatCompletionRequest
+    monkeypatch.setattr(kind, "model_validate_json", None)
+    with pytest.raises(InvalidBody, match="at most 32768 are read: send fewer messages, tools or prompts"):
+        read_body(kind, json.dumps(fields).encode())
+
+
+def test_long_prose_and_long_prompts_of_ids_are_read() -> None:
+    prose, ids = 'He said, "[well], {so}\\", and left. ' * 40_000, [123_456] * 131_072
+    for prompt in (prose, ids):
+        body = read_body(CompletionRequest, json.dumps({"prompt": prompt}).encode())
+        assert body.prompt == (prompt if prompt is prose else tuple(ids))

@@ -1,6 +1,7 @@
 """A message of 16 MiB, which a bridge accepts, costs its event loop no more than its parsing."""
 
 import gc
+import json
 import threading
 from collections.abc import Callable, Iterator
 from time import thread_time
@@ -75,6 +76,8 @@ def test_json_with_more_values_than_a_chat_may_have_is_not_parsed() -> None:
     with pytest.raises(InvalidField, match=r"^the prompt must be a chat with at most 65536 commas"):
         codec.read_chat(chat)
     assert thread_time() - started < 0.05
+    text = {"arguments": "a, b, c, [d] " * 20_000}
+    assert codec.read_chat(bridge_pb2.Chat(template_variables_json=json.dumps(text))).variables == text
 
 
 def test_a_step_is_cut_to_what_the_bridge_can_hold() -> None:
