@@ -13,11 +13,14 @@ from starlette.types import Message, Receive, Scope, Send
 
 from bridge.generation import Delta
 from services.http import errors
-from services.http.generation import Event, while_connected
+from services.http.generation import Event, noting_silence, while_connected
 from services.http.requests import GenerationRequest
 from services.http.responses import Choice, Format, Json, usage
 
 _DONE = b"data: [DONE]\n\n"
+# A proxy may give up after a minute without a byte. From this time on a stream has a comment instead of a text, after
+# which the library sends one every 15 seconds.
+_MAX_SILENT_SECONDS, _WAITING = 15.0, b": waiting for the first text\n\n"
 # Of a piece of an answer that is not streamed: as large as a TLS record.
 _PIECE_BYTES = 16 << 10
 # ASCII: some clients split lines at characters such as U+2028 too.
@@ -80,12 +83,17 @@ class Answer:
 
 
 async def respond(answer: Answer, body: GenerationRequest, receive: Receive) -> Response | None:
-    """Returns the response, or None if the client has left. Raises an error that occurs before the first text."""
+    """Returns the response, or None if the client has left. Raises an error that occurs before it begins."""
     if not body.stream:
         return await while_connected(receive, _whole(answer, body))
     # The status is sent with the first text, so that an error before it, such as a full queue, has its own status.
-    begun = await while_connected(receive, _begin(answer))
-    return None if begun is None else _EventStream(_stream(answer, body, begun))
+    stream = _stream(answer, body)
+    first = await while_connected(receive, _next(stream))
+    return None if first is None else _EventStream(first, stream)
+
+
+async def _next(stream: AsyncGenerator[bytes]) -> bytes:
+    return await anext(stream)
 
 
 class _Logprobs:
@@ -161,19 +169,12 @@ class WholeResponse(Response):
         await send({"type": "http.response.body"})  # waits until what was sent before has been read
 
 
-async def _begin(answer: Answer) -> list[Event]:
-    """Returns the events up to the first delta of any choice."""
-    begun = []
-    async for index, event in answer.events:
-        begun.append((index, event))
-        if isinstance(event, Delta):
-            break
-    return begun
+async def _stream(answer: Answer, body: GenerationRequest) -> AsyncGenerator[bytes]:
+    """Yields server-sent events: from the first text on, or from `_MAX_SILENT_SECONDS` on if that is earlier.
 
-
-async def _stream(answer: Answer, body: GenerationRequest, begun: list[Event]) -> AsyncGenerator[bytes]:
-    """Yields server-sent events. An error becomes an event with `error`, after which no `[DONE]` follows."""
-    form = answer.form
+    It raises an error that occurs before that. A later one becomes an event with `error`, and no `[DONE]` follows.
+    """
+    form, held, begun = answer.form, list[bytes](), False
     further: Json = {"usage": None} if body.include_usage else {}
 
     def parts(index: int, event: Any) -> list[Json]:
@@ -186,13 +187,20 @@ async def _stream(answer: Answer, body: GenerationRequest, begun: list[Event]) -
         return [part for part in found if part is not None]
 
     try:
-        for index, event in begun:
-            for part in parts(index, event):
-                yield _event(form.event([part], **further))
-        async for index, event in answer.events:
-            for part in parts(index, event):
-                yield _event(form.event([part], **further))
+        async with aclosing(noting_silence(answer.events, _MAX_SILENT_SECONDS)) as events:
+            async for event in events:
+                begun = begun or event is None or isinstance(event[1], Delta)
+                if event:
+                    held += [_event(form.event([part], **further)) for part in parts(*event)]
+                elif not held:
+                    held.append(_WAITING)
+                if begun:
+                    for one in held:
+                        yield one
+                    held.clear()
     except Exception as error:
+        if not begun:
+            raise
         _, failed, _ = errors.report(error, names=body.names)
         yield _event(failed)
         return
@@ -206,15 +214,20 @@ def _event(value: Json) -> bytes:
 
 
 class _EventStream(EventSourceResponse):
-    """Closes the iterator when the stream ends or the client leaves."""
+    """Sends `first` and what follows it, and closes the iterator when the stream ends or the client leaves."""
 
-    def __init__(self, events: AsyncGenerator[bytes]) -> None:
-        super().__init__(events, headers={"Cache-Control": "no-cache"})
+    def __init__(self, first: bytes, further: AsyncGenerator[bytes]) -> None:
+        async def whole() -> AsyncGenerator[bytes]:
+            yield first
+            async for event in further:
+                yield event
+
+        self._whole, self._further = whole(), further
+        super().__init__(self._whole, headers={"Cache-Control": "no-cache"})
         del self.headers["connection"]  # the library's is keep-alive, also where the connection ends with the stream
-        self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._events):
+        async with aclosing(self._further), aclosing(self._whole):
             await super().__call__(scope, receive, send)
 
     async def _send_with_timeout(self, send: Send, message: Message) -> None:

@@ -3,7 +3,7 @@
 1. The body is received, up to a limit of bytes and of time for each part, and checked (`requests`).
 2. Its choices run on the gateway, or on a bridge elsewhere, as requests over gRPC do (`generation`).
 3. What they yield is written in OpenAI's form (`responses`); errors have a form of their own (`errors`). A stream's
-   status is sent with its first text, so that an error before it can have its own status.
+   status is sent with its first text, or after 15 s without one: an error before that has its own status.
 """
 
 import asyncio

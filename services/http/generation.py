@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from typing import Any, TypeVar
 
 from starlette.types import Receive
@@ -102,6 +102,38 @@ async def generate(backend: Backend, requests: Sequence[Request], target: str, w
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def noting_silence(events: AsyncGenerator[Event], seconds: float) -> AsyncGenerator[Event | None]:
+    """Passes events on, with None among them if the first delta takes longer than `seconds`."""
+
+    async def following() -> Event | None:
+        return await anext(events, None)
+
+    loop, begun = asyncio.get_running_loop(), False
+    end = loop.time() + seconds
+    async with aclosing(events):
+        while not begun:
+            # In a task, because a time limit would end the generation.
+            task = asyncio.create_task(following())
+            try:
+                await asyncio.wait((task,), timeout=max(end - loop.time(), 0.0))
+                if not task.done():
+                    begun = True
+                    yield None
+                event = await asyncio.shield(task)
+            finally:
+                task.cancel()
+                while not task.done():  # a client that leaves may cancel this more than once
+                    with suppress(asyncio.CancelledError):
+                        await asyncio.wait((task,))
+                _ = task.cancelled() or task.exception()  # asyncio logs an exception that nobody has asked for
+            if event is None:
+                return
+            begun = begun or isinstance(event[1], Delta)
+            yield event
+        async for event in events:
+            yield event
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:

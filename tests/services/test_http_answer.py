@@ -8,7 +8,9 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
+from starlette.responses import Response
 
+from bridge.errors import EngineFailure
 from bridge.generation import Delta, Finished
 from bridge.planning.planner import Mode
 from bridge.ports import FinishReason, Logprob
@@ -16,6 +18,7 @@ from bridge.request import Request
 from bridge.statistics import Statistics
 from services.bridge.backend import Opened, ServedModel
 from services.cli.processes import Fleet
+from services.http import answer as answer_module
 from services.http.answer import Answer, Limits, respond
 from services.http.generation import Event
 from services.http.requests import CompletionRequest
@@ -106,6 +109,92 @@ async def test_a_stream_sends_each_text_as_soon_as_it_comes() -> None:
         assert b"second" not in sent
         more.set()
     assert b"second" in sent and sent.endswith(b"data: [DONE]\n\n")
+
+
+class Silent:
+    """A stream of a chat whose text does not come until `free` is set, and what has been sent of it.
+
+    `waits_in_queue`: even the prompt has not been read until then.
+    """
+
+    def __init__(self, error: Exception | None = None, *, waits_in_queue: bool = False) -> None:
+        self.free, self.closed, self.begun = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.status, self.sent, self._error, self._waits_in_queue = 0, b"", error, waits_in_queue
+
+    async def events(self) -> AsyncGenerator[Event]:
+        try:
+            if self._waits_in_queue:
+                await self.free.wait()
+            yield 0, Opened("m", "", 0, 1)
+            await self.free.wait()
+            if self._error:
+                raise self._error
+            yield 0, Delta("text", (71,))
+            yield 0, Finished(FinishReason.LENGTH, 1, 1, 4, 1, 1, Mode.OFF, Statistics())
+        finally:
+            self.closed.set()
+
+    async def response(self) -> Response | None:
+        answer = Answer(ChatFormat(MODEL), [Choice(0, Request("a"), MODEL)], self.events(), lambda _: None)
+        return await respond(answer, CompletionRequest(prompt="a", stream=True), stay)
+
+    async def send(self, message: Any) -> None:
+        self.status = self.status or message["status"]
+        self.sent += message.get("body", b"")
+        if self.sent:
+            self.begun.set()
+
+
+HTTP = {"type": "http", "method": "POST"}
+
+
+@pytest.mark.parametrize("error", [None, EngineFailure("a pass failed")], ids=["text", "error"])
+@pytest.mark.parametrize("waits_in_queue", [True, False])
+async def test_a_stream_whose_text_does_not_come_begins_without_it(
+    error: Exception | None, waits_in_queue: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answer_module, "_MAX_SILENT_SECONDS", 0.0)
+    silent = Silent(error, waits_in_queue=waits_in_queue)
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        response = await silent.response()
+        assert response and not silent.free.is_set()
+        tasks.create_task(response(HTTP, stay, silent.send))
+        await silent.begun.wait()
+        assert silent.status == 200
+        if waits_in_queue:
+            assert silent.sent.startswith(b": ")
+        silent.free.set()
+    sent = silent.sent.decode()
+    role, second = [event for event in sent.split("\n\n") if not event.startswith(":")][:2]
+    assert '"role":"assistant"' in role
+    if error:
+        assert "a pass failed" in json.loads(second.removeprefix("data: "))["error"]["message"]
+    else:
+        assert '"text"' in second
+    assert sent.endswith("data: [DONE]\n\n") is not bool(error)
+
+
+async def test_an_error_before_a_stream_begins_has_its_own_status() -> None:
+    silent = Silent(EngineFailure("a pass failed"))
+    silent.free.set()
+    with pytest.raises(EngineFailure):
+        await silent.response()
+
+
+async def test_a_client_that_leaves_before_the_text_ends_the_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answer_module, "_MAX_SILENT_SECONDS", 0.0)
+    silent = Silent()
+
+    async def leave() -> Any:
+        await silent.begun.wait()
+        return {"type": "http.disconnect"}
+
+    async with asyncio.timeout(60):
+        response = await silent.response()
+        assert response
+        await response(HTTP, leave, silent.send)
+        await silent.closed.wait()
+    assert b'"text"' not in silent.sent
 
 
 def test_a_streamed_chat_begins_with_its_role() -> None:
