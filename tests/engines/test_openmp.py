@@ -7,8 +7,10 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from draftbridge import Client
 from services.cli import processes
@@ -17,12 +19,19 @@ from services.engines import cpu, openmp
 from services.engines.cpu import core_count
 from services.engines.llamacpp import spec
 from services.engines.spec import EngineOptions
-from tests.support import warm
+from tests.conftest import save_tiny_model
+from tests.support import gguf, warm
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="torch brings GNU's OpenMP on Linux")
 
 _SET_HERE = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_PROC_BIND", "OMP_PLACES", "OMP_NUM_THREADS")
 _PLAIN = {name: value for name, value in os.environ.items() if name not in _SET_HERE}
+
+
+def _cold_server(*arguments: str, **options: Any) -> Any:
+    """Starts model servers as a user does, because they set OpenMP's variables before they import it."""
+    start = warm.cold_start if arguments[0] == "serve" else warm.start
+    return start(*arguments, **options)
 
 
 def _tasks(process: "subprocess.Popen[str]") -> list[Path]:
@@ -50,41 +59,47 @@ def test_a_server_limits_how_long_they_wait(tiny_models: tuple[Path, Path]) -> N
     assert set(re.findall(r"GOMP_SPINCOUNT = '(\d+)'", "".join(printed))) == {"10000"}
 
 
-@pytest.mark.models
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Returns the directory of a tiny model that ik_llama can run, which computes with all threads that it gets."""
+    directory = save_tiny_model(tmp_path_factory.mktemp("small"), "sentencepiece", 0)
+    gguf.write(AutoModelForCausalLM.from_pretrained(directory), directory / "model.gguf")
+    return str(directory)
+
+
 @pytest.mark.skipif(core_count() < 2, reason="this machine has one core")
 @pytest.mark.parametrize("environment", [{}, {"OMP_PROC_BIND": "false"}], ids=["fewer than cores", "a user decides"])
-def test_other_threads_are_not_bound(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real models, because tiny ones compute with one thread."""
-    monkeypatch.setattr(processes, "_start", warm.cold_start)
+def test_other_threads_are_not_bound(environment: dict[str, str], small: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_start", _cold_server)
     for name in _SET_HERE:
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     allowed = os.sched_getaffinity(0)
     count = str(len(allowed)) if environment else "1"
-    options = ("--engine", "ik_llama", "--device", "cpu", "--threads", count)
-    with fleet("smollm2-135m-instruct", None, target_options=options) as running, Client(running.bridge) as client:
+    options = ("--engine", "ik_llama", "--weights", "full", "--device", "cpu", "--threads", count)
+    with fleet(small, None, target_options=options) as running, Client(running.bridge) as client:
         client.generate("The quick brown", max_tokens=4)
         tasks = _tasks(running.processes["target"])
         assert {frozenset(os.sched_getaffinity(int(task.name))) for task in tasks} == {frozenset(allowed)}
 
 
-@pytest.mark.models
 @pytest.mark.skipif(core_count() < 2, reason="this machine has one core")
 @pytest.mark.parametrize("per_core", [1, 2])
 def test_threads_of_a_forward_are_bound_but_not_those_of_forwards_beside_one_another(
-    per_core: int, monkeypatch: pytest.MonkeyPatch
+    per_core: int, small: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In ik_llama each sequence has its own forward. With two threads per core, each of two has a team of threads."""
-    monkeypatch.setattr(processes, "_start", warm.cold_start)
+    monkeypatch.setattr(processes, "_start", _cold_server)
     for name in _SET_HERE:
         monkeypatch.delenv(name, raising=False)
     allowed = os.sched_getaffinity(0)
-    options = ("--engine", "ik_llama", "--device", "cpu", "--threads", str(per_core * len(allowed)))
-    with fleet("smollm2-135m-instruct", None, target_options=options) as running, Client(running.bridge) as client:
+    threads = str(per_core * len(allowed))
+    options = ("--engine", "ik_llama", "--weights", "full", "--device", "cpu", "--threads", threads)
+    with fleet(small, None, target_options=options) as running, Client(running.bridge) as client:
 
         def generate(prompt: str) -> None:
-            client.generate(prompt, max_tokens=24, ignore_eos=True, speculation="off")
+            client.generate(prompt, max_tokens=100, ignore_eos=True, speculation="off")
 
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(generate, ("The quick brown", "Once upon a time")))
@@ -102,7 +117,7 @@ def test_no_thread_of_openvino_is_bound(
     """It computes with threads of its own. The model is converted first."""
     pytest.importorskip("openvino")
     pytest.importorskip("nncf")
-    monkeypatch.setattr(processes, "_start", warm.cold_start)
+    monkeypatch.setattr(processes, "_start", _cold_server)
     for name in _SET_HERE:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("DRAFTBRIDGE_CACHE", str(tmp_path))
