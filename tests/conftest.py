@@ -33,7 +33,12 @@ gc.set_threshold(50_000, 20, 50)
 _SUPPRESSED = [HealthCheck.too_slow, HealthCheck.differing_executors]
 # Examples are the same in each run, so that a change fails only by what it changed; a deep run draws others.
 settings.register_profile(
-    "here", deadline=None, suppress_health_check=_SUPPRESSED, print_blob=True, derandomize=not DEEP
+    "here",
+    max_examples=100 if DEEP else 33,
+    deadline=None,
+    suppress_health_check=_SUPPRESSED,
+    print_blob=True,
+    derandomize=not DEEP,
 )
 settings.load_profile("here")
 
@@ -43,6 +48,11 @@ with contextlib.suppress(ImportError):  # environments of their own may lack it
     # Where a test sets no limit, it would be 5 seconds, which a busy machine may take for a request.
     for phase in ("connect", "read", "write", "pool"):
         setattr(DEFAULT_TIMEOUT_CONFIG, phase, 60.0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts one of the longest files first: it would otherwise run alone at the end."""
+    items.sort(key=lambda item: item.path.name != "test_up.py")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -350,8 +350,8 @@ def test_sigterm_lets_running_requests_finish(world: World, which: str) -> None:
         assert next(health).status == health_pb2.HealthCheckResponse.SERVING
         going_on = threading.Event()
         # None of them ends before all of them run.
-        results = [pool.submit(generate, world, "auto", lambda: going_on.wait(60), LONG_TOKENS) for _ in range(6)]
-        eventually(lambda: world.slots_in_use("target", "replica") == 6)
+        results = [pool.submit(generate, world, "auto", lambda: going_on.wait(60), LONG_TOKENS) for _ in range(3)]
+        eventually(lambda: world.slots_in_use("target", "replica") == 3)
         stopped.process.send_signal(signal.SIGTERM)
         assert next(health).status == health_pb2.HealthCheckResponse.NOT_SERVING
         going_on.set()

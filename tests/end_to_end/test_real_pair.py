@@ -184,7 +184,7 @@ def test_the_draft_helps(setup: Setup) -> None:
 
 
 SAMPLING = [
-    {"temperature": 0.3},
+    *([{"temperature": 0.3}] if DEEP else []),
     {"temperature": 0.7, "top_p": 0.95, "frequency_penalty": 0.5},
     {"temperature": 1.0},
     {"temperature": 1.5, "top_k": 40, "repetition_penalty": 1.2},

@@ -94,7 +94,8 @@ class Faults:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    opened = World(tmp_path_factory.mktemp("soak"), slots=2 * CLIENTS, forward_ms=0.2, keepalive_seconds=15.0)
+    directory = tmp_path_factory.mktemp("soak")
+    opened = World(directory, slots=2 * CLIENTS, forward_ms=0.2, keepalive_seconds=15.0, torch=False)
     try:
         yield opened
     finally:

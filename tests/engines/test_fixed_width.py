@@ -25,6 +25,7 @@ from services.model.target.session import TargetSession
 from tests.conftest import save_tiny_model
 from tests.engines.test_engine import FAMILIES
 from tests.support.alone import in_order
+from tests.support.depth import examples
 from tests.support.engine_contract import IDS, expected, saved
 
 
@@ -52,7 +53,7 @@ def engines(directory: Path, request: pytest.FixtureRequest) -> Iterator[tuple[E
 STEPS = st.lists(st.tuples(st.integers(0, 1), st.floats(0, 1), IDS, st.integers(0, 20)), min_size=1, max_size=8)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(steps=STEPS)
 def test_a_position_has_the_same_logits_to_the_last_bit(engines: tuple[Engine, Engine], steps: list) -> None:
     engine, reader = engines

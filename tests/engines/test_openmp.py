@@ -84,22 +84,26 @@ def test_other_threads_are_not_bound(environment: dict[str, str], small: str, mo
         assert {frozenset(os.sched_getaffinity(int(task.name))) for task in tasks} == {frozenset(allowed)}
 
 
+@pytest.mark.models
 @pytest.mark.skipif(core_count() < 2, reason="this machine has one core")
 @pytest.mark.parametrize("per_core", [1, 2])
 def test_threads_of_a_forward_are_bound_but_not_those_of_forwards_beside_one_another(
-    per_core: int, small: str, monkeypatch: pytest.MonkeyPatch
+    per_core: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In ik_llama each sequence has its own forward. With two threads per core, each of two has a team of threads."""
+    """In ik_llama each sequence has its own forward. With two threads per core, each of two has a team of threads.
+
+    With a tiny model, forwards beside one another are rare.
+    """
     monkeypatch.setattr(processes, "_start", _cold_server)
     for name in _SET_HERE:
         monkeypatch.delenv(name, raising=False)
     allowed = os.sched_getaffinity(0)
     threads = str(per_core * len(allowed))
     options = ("--engine", "ik_llama", "--weights", "full", "--device", "cpu", "--threads", threads)
-    with fleet(small, None, target_options=options) as running, Client(running.bridge) as client:
+    with fleet("smollm2-135m-instruct", None, target_options=options) as running, Client(running.bridge) as client:
 
         def generate(prompt: str) -> None:
-            client.generate(prompt, max_tokens=100, ignore_eos=True, speculation="off")
+            client.generate(prompt, max_tokens=8, ignore_eos=True, speculation="off")
 
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(generate, ("The quick brown", "Once upon a time")))

@@ -57,10 +57,9 @@ def toy_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_an_engine_of_another_package_serves_a_generation(toy_on_path: Path, tiny_models: tuple[Path, Path]) -> None:
-    target, draft = map(str, tiny_models)
-    options = ("--dtype", "float32", "--threads", "1")
+    target, options = str(tiny_models[0]), ("--dtype", "float32", "--threads", "1")
     with (
-        fleet(target, draft, target_options=("--engine", "toy", *options), draft_options=options) as running,
+        fleet(target, None, target_options=("--engine", "toy", *options)) as running,
         Client(running.bridge) as client,
     ):
         served = {model.name: model.engine for model in client.models()}

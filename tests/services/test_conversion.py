@@ -33,7 +33,7 @@ from services.store.files import read_model_files
 from services.store.gguf import is_cut
 from services.store.resolve import default_name, has_gguf, resolve, resolve_gguf
 from services.store.tokenizer import read_vocabulary
-from tests.support import gguf, tiny
+from tests.support import gguf, tiny, warm
 
 BUILT = BUILT_IN["gemma-3-270m"]
 
@@ -49,6 +49,12 @@ def converted(program: list[str], **options: object) -> SimpleNamespace:
     for name in ("config.json", "tokenizer.json", "model.safetensors"):
         (directory / name).write_text("new")
     return SimpleNamespace(returncode=0)
+
+
+@pytest.fixture
+def warm_conversion(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Conversions run in processes that need not import torch and transformers first."""
+    monkeypatch.setattr("services.store.resolve.subprocess.run", warm.run_bound)
 
 
 @pytest.mark.parametrize("reference", [".", "..", "./", "tiny", "org/tiny", "./tiny.gguf", "~/tiny"])
@@ -178,6 +184,7 @@ def test_an_engine_that_reads_gguf_needs_no_converted_weights(
         resolve(str(file))
 
 
+@pytest.mark.usefixtures("warm_conversion")
 def test_a_gguf_file_may_have_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRAFTBRIDGE_CACHE", str(tmp_path / "cache"))
     file, other = tmp_path / "sha256-0123", tmp_path / "sha256-4567"
@@ -190,6 +197,7 @@ def test_a_gguf_file_may_have_any_name(tmp_path: Path, monkeypatch: pytest.Monke
     assert trial._files(other) == [file, other], "beside the file of a converted model lie its weights"
 
 
+@pytest.mark.usefixtures("warm_conversion")
 def test_weights_are_stored_in_bfloat16_for_an_engine_that_computes_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,6 +216,7 @@ def test_weights_are_stored_in_bfloat16_for_an_engine_that_computes_in_it(
     assert resolve(str(file), pytest.fail, weights="bfloat16") == whole
 
 
+@pytest.mark.usefixtures("warm_conversion")
 @pytest.mark.parametrize("weights", ["float32", "bfloat16", ""])
 def test_a_cut_file_is_called_that(
     weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture

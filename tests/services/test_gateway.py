@@ -24,13 +24,15 @@ from services.bridge.servicer import BridgeServicer
 from services.bridge.zoo import Zoo
 from services.cli.processes import Fleet
 from services.errors import BridgeBusy, GrammarNotSupported, ModelNotFound
+from tests.support.zoo import trusted
 
 PROMPT = "The quick brown"
 
 
 @pytest.fixture
 async def gateway(tiny_fleet: Fleet):  # type: ignore[no-untyped-def]
-    zoo = await Zoo([tiny_fleet.target], [tiny_fleet.draft]).connect()
+    with trusted():
+        zoo = await Zoo([tiny_fleet.target], [tiny_fleet.draft]).connect()
     gateway = Gateway(zoo)
     yield gateway
     gateway.close()
@@ -74,7 +76,8 @@ async def test_a_request_without_speculation_opens_no_draft(gateway: Gateway) ->
     ids=str,
 )
 async def test_what_a_bridge_lacks_for_a_request_is_noted(tiny_fleet: Fleet, changes: dict, note: str) -> None:
-    zoo = await Zoo([tiny_fleet.target], []).connect()
+    with trusted():
+        zoo = await Zoo([tiny_fleet.target], []).connect()
     gateway = Gateway(zoo)
     async with aclosing(gateway.generate(asked(**changes))) as events:
         *_, finished = [event async for event in events]

@@ -28,6 +28,7 @@ from services.rpc.channel import open_channel
 from tests.support.certificates import authority, issue
 from tests.support.secure import suffix_server
 from tests.support.waiting import eventually
+from tests.support.zoo import trusted
 
 OPTIONS = ("--dtype", "float32", "--threads", "1", "--slots", "4")
 # The first two addresses serve one model, the third another, and the last nothing.
@@ -116,7 +117,9 @@ async def gateway_of(
 ) -> AsyncIterator[Gateway]:
     zoo = Zoo(targets, drafts, seconds, resolve_interval=0.1, resolver=records)
     try:
-        yield Gateway(await zoo.connect())
+        with trusted():
+            await zoo.connect()
+        yield Gateway(zoo)
     finally:
         await zoo.close()
 

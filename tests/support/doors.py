@@ -17,6 +17,7 @@ from services.cli.processes import Fleet
 from services.config import BridgeServerConfig
 from services.http.answer import Limits
 from services.http.server import http_door
+from tests.support.zoo import trusted
 
 PROMPT = "The quick brown"
 CHAT = [{"role": "user", "content": "Say something."}]
@@ -67,7 +68,8 @@ async def door(
 ) -> AsyncIterator[tuple[str, Gateway]]:
     """Opens a door in this process on the models of the fleet. It closes when `stop` is set, and at the end."""
     async with AsyncExitStack() as stack:
-        zoo = await Zoo([tiny_fleet.target], [tiny_fleet.draft]).connect()
+        with trusted():  # the fleet's own bridge has tested them
+            zoo = await Zoo([tiny_fleet.target], [tiny_fleet.draft]).connect()
         stack.push_async_callback(zoo.close)
         config = BridgeServerConfig(target=(tiny_fleet.target,), http="127.0.0.1:0", **options)
         gateway = Gateway(zoo)

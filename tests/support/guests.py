@@ -24,6 +24,7 @@ from services.metrics import BridgeMetrics
 from services.model.server import register
 from services.rpc.server import Server
 from tests.support import tiny
+from tests.support.zoo import trusted
 
 CONTEXT = 4096
 
@@ -80,7 +81,8 @@ def running(
             register(model_server, loaded, Role.DRAFT)
             await model_server._server.start()
             addresses = [model_server.address]
-        zoo = await Zoo([], addresses).connect()
+        with trusted():
+            zoo = await Zoo([], addresses).connect()
         server = Server("127.0.0.1:0", ServerConfig.model_validate({"keys": keys}))
         servicer = CandidateServicer(zoo, limits or GuestLimits(), BridgeMetrics())
         server.register(candidate_pb2_grpc.add_CandidateServiceServicer_to_server, servicer, None)

@@ -57,7 +57,7 @@ def observed(
 ) -> Iterator[Observed]:
     """Runs a server with metrics: of the `draftbridge` command, or a `module` that prints the same lines.
 
-    Without `torch`, which only models of tests need, it ends sooner.
+    Without `torch`, which only models of tests need, it takes less memory, but starts later.
     """
     log = directory / f"{name}.log"
     with log.open("w") as errors:

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 from services.cli import processes
@@ -165,6 +165,16 @@ def run(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str
         status = process.wait(120)
         errors.seek(0)
         return subprocess.CompletedProcess(arguments, status, output, errors.read())
+
+
+def run_bound(program: Sequence[str], **_: object) -> "subprocess.CompletedProcess[str]":
+    """Runs the module of a `bound_command`, whose output goes to standard error, as `subprocess.run` would."""
+    module, *arguments = program[program.index("services.child") + 2 :]
+    process = start(*arguments, module=module)
+    process.stdin.close()
+    with process.stdout:
+        sys.stderr.write(process.stdout.read())
+    return subprocess.CompletedProcess(program, process.wait(120))
 
 
 def _serve(connection: socket.socket) -> None:

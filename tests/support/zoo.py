@@ -4,8 +4,9 @@ import asyncio
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -169,11 +170,17 @@ async def misbehaving(model: LoadedModel, draft: type[DraftServicer]) -> AsyncIt
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes bridges retry services that went away at once, and skip the self-tests of the tokenizers of `families`."""
 
-    async def find_flaw(data: bytes) -> str:
-        return ""
-
     monkeypatch.setattr(connection, "_RETRY_SECONDS", 0.02)
-    monkeypatch.setattr(endpoint, "find_flaw", find_flaw)
+    monkeypatch.setattr(endpoint, "find_flaw", _find_no_flaw)
+
+
+def trusted() -> AbstractContextManager[object]:
+    """Returns a context in which bridges skip the self-tests of tokenizers, each of which is a process of its own."""
+    return patch.object(endpoint, "find_flaw", _find_no_flaw)
+
+
+async def _find_no_flaw(data: bytes) -> str:
+    return ""
 
 
 @asynccontextmanager
