@@ -21,6 +21,6 @@ this order, which is also a good order to read them in::
     generation   a request from beginning to end; statistics counts what happened
 
 `ports` defines the messages to and from draft and target as values, `errors` what can fail in the algorithm, `threads`
-which threads what takes long runs in.
+the threads for slow work.
 `sampling/` is for the model servers: parameters, noise and the choice of a token.
 """

@@ -179,11 +179,13 @@ async def generate(
 def _prepared(request: Request, model: Model) -> tuple[Rendering, int | None]:
     """Checks a request and renders it, which takes time for a long prompt, or for biases of a whole vocabulary.
 
-    Returns also the candidate for a proposed end of the text; in a chat, this is the end of the assistant's turn.
+    Also returns the id that is proposed for the end of the text; in a chat, that of the end of the assistant's turn.
     """
     check(request, model.has_all)
-    rendering, end_id = render(request, model, model), next(iter(model.special_ids.eos), None)
-    return rendering, (end_of_turn(model) or end_id) if isinstance(request.input, Chat) else end_id
+    end_id = next(iter(model.special_ids.eos), None)
+    if isinstance(request.input, Chat):
+        end_id = end_of_turn(model) or end_id
+    return render(request, model, model), end_id
 
 
 async def _find_draft(

@@ -1,4 +1,4 @@
-"""Runs what takes long in threads of its own, so that it keeps only work of its own kind waiting.
+"""Runs slow work in threads of its own, so that it delays only other slow work.
 
 asyncio's own threads are few, and every short request needs one.
 """
@@ -24,7 +24,7 @@ def threads_for(byte_count: int) -> Executor | None:
 
 
 def is_large(byte_count: int) -> bool:
-    """Returns whether an input of that size keeps others waiting."""
+    """Returns whether an input of that size is slow to process."""
     return byte_count > _MAX_SHORT_BYTES
 
 

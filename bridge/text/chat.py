@@ -55,7 +55,8 @@ def render_chat(model: Model, chat: Chat) -> Rendering:
 def chat_threads(model: Model, byte_count: int) -> Executor:
     """Returns the threads that render chats of that size for a model, see `bridge.threads`.
 
-    Each model has its own, because its template may take seconds and renders one chat at a time.
+    Each model has its own, because its template may take seconds and renders one chat at a time. Models with the same
+    template share the process that runs it.
     """
     return _chat_threads(model)[is_large(byte_count)]
 

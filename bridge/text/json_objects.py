@@ -19,7 +19,7 @@ _OTHERS = bytes(set(range(256)) - set(b'",[{-0123456789'))
 def count_marks(text: bytes) -> tuple[int, int]:
     """Returns the number of commas before a number, and of other commas, [ and {, outside of a JSON text's strings.
 
-    The time to parse a text grows with them. No other thread runs meanwhile, while this takes milliseconds for a MiB.
+    Parsing lets no other thread run, and its time grows with these numbers. Counting takes milliseconds per MiB.
     """
     # A quote after a backslash does not end a string, unless a backslash before that makes it a mere character.
     left = text.replace(rb"\\", b"").replace(rb"\"", b"").translate(_NUMBERS, _OTHERS)

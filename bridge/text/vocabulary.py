@@ -144,7 +144,7 @@ class Vocabulary(TokenTable):
         return Rendering([*head, *tokens.ids], len(head) + settled, marks.out_of(rest) if marks else rest)
 
     def least_count(self, text: str, marks: Marks | None, enough: int) -> int:
-        """Returns a number that the tokens of a text are not below: `enough` or more; 0 if they may be fewer.
+        """Returns a lower bound of the number of a text's tokens if it is at least `enough`, otherwise 0.
 
         It encodes a beginning in which ordinary text has `enough` tokens, and twice as much while that has fewer, so a
         text with far too many tokens costs little more than one with `enough`.

@@ -26,7 +26,8 @@ _log = logging.getLogger(__name__)
 
 # Minimum time between two tries to connect a service. gRPC itself reconnects a channel every 0.2 to 2 seconds.
 _RETRY_SECONDS = 1.0
-# How often a service that is waited for at the start is asked why it does not answer, and from when on that is logged.
+# At the start: the interval at which a service that does not answer is asked for the reason, and the wait after which
+# the reason is logged.
 _ASK_SECONDS, _PATIENCE_SECONDS = 1.0, 5.0
 # A service that does not offer health checks is described again after each such pause.
 _POLL_SECONDS = 5.0

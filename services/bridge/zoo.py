@@ -132,7 +132,8 @@ class Zoo:
                     _log.warning("the target at %s cannot be used: %s", one.address, one.problem)
             raise raised
         for one, error in failed:
-            one.report(error)
+            if one not in logged:
+                one.report(error)
 
     def _on_connected(self, endpoint: Endpoint, before: Endpoint | None) -> None:
         """Forgets what was learned about a draft that is another model, or has another speed, than before."""

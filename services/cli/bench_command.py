@@ -15,6 +15,7 @@ from services.cli.terminal import DEFAULT_DRAFT, DEFAULT_TARGET, check_writable,
 from services.config import MODEL_HELP
 from services.engines.cpu import cpu_name
 from services.engines.registry import AUTO
+from services.store.built_in import SUFFIX
 
 _CORES_HELP = "Cores for the {}, such as 0,1 or 0-3. Disjoint cores simulate two machines."
 
@@ -71,6 +72,8 @@ def run(
             usual = {"engine": AUTO}
             target_options = server_options(target, environment, usual, engine=engine, dtype=dtype, weights=weights)
             usual |= {"threads": str(draft_threads())}
+            if draft == SUFFIX and draft_engine:
+                raise typer.BadParameter("prompt lookup runs without an engine", param_hint="--draft-engine")
             threads = str(len(of_draft)) if of_draft else None
             draft_options = server_options(draft, environment, usual, engine=draft_engine, threads=threads)
             fetch([target], [drafted], report, trusted=target_options.trusted)

@@ -99,7 +99,7 @@ def server_options(
     """Checks the options of a model server that is to be started in an environment, before its model is downloaded.
 
     `given`: what the user gave, by the names of settings; None if nothing. `usual`: values for what neither the user
-    nor the environment nor its file sets. Prompt lookup has no options, because they are for its target.
+    nor the environment nor its file sets. Returns no options for prompt lookup, which has no engine.
     Raises `InvalidConfiguration`, `InvalidField`, or `UnusableModel` for an engine that is not installed.
     """
     if model == SUFFIX:

@@ -126,6 +126,7 @@ def up(
     """Run a target, a draft and a bridge as three processes, until stopped with Ctrl-C."""
     with importing():
         from services.cli.processes import (
+            ServerOptions,
             StopSignals,
             configured_environment,
             draft_threads,
@@ -142,7 +143,9 @@ def up(
         environment, usual = configured_environment(), {"engine": AUTO}
         of_target = server_options(target, environment, usual, engine=engine, dtype=dtype)
         usual |= {"threads": str(draft_threads())}
-        of_draft = server_options(draft, environment, usual, engine=engine, dtype=dtype)
+        of_draft = ServerOptions()
+        if drafted:
+            of_draft = server_options(drafted, environment, usual, engine=engine, dtype=dtype)
         fetch([target], [drafted], report, trusted=of_target.trusted)
         with fleet(
             target,

@@ -7,7 +7,7 @@ import json
 import re
 from typing import Any
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
 from bridge.errors import InvalidGrammar
 from bridge.sampling.grammar import Grammar, GrammarKind
@@ -21,19 +21,10 @@ from services.grammars.schema import (
     narrow_patterns,
     refused_part,
 )
+from services.grammars.usage import STEP_LIMITS
 
 # JSON is written on one line, like most JSON in training data. So nearly all of it except the values is forced.
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-# Of an ordinary text, a byte makes about nine states of the lexer at most.
-_LIMITS = LLParserLimits(
-    max_lexer_states=100_000,
-    initial_lexer_fuel=500_000,
-    step_lexer_fuel=100_000,
-    step_max_items=20_000,
-    max_grammar_size=60_000,
-    verbose_errors=False,
-    precompute_large_lexemes=False,
-)
 # The library must not force bytes, because it has no limit for them: see `forced_bytes`. The last option applies.
 _UNFORCED = '\n%llguidance {"no_forcing": true}\n'
 _MAX_DETAIL_CHARACTERS = 300
@@ -59,7 +50,7 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
         raise invalid(grammar, f"cannot be used {error}") from None
     except ValueError as error:
         raise invalid(grammar, f"is not a JSON Schema ({error})") from None
-    matcher = LLMatcher(tokenizer, text, log_level=0, limits=_LIMITS)
+    matcher = LLMatcher(tokenizer, text, log_level=0, limits=STEP_LIMITS)
     if matcher.is_error():
         raise _refused_at(tokenizer, grammar, matcher.get_error())
     return matcher
@@ -72,7 +63,7 @@ def check_satisfiable(tokenizer: LLTokenizer, grammar: Grammar) -> None:
     """
 
     def is_empty(source: str, begin: bytes = b"") -> bool:
-        matcher = LLMatcher(tokenizer, source, log_level=0, limits=_LIMITS)
+        matcher = LLMatcher(tokenizer, source, log_level=0, limits=STEP_LIMITS)
         if matcher.try_consume_tokens(list(begin)) == len(begin):
             matcher.compute_bitmask()
         return "NoExtension" in matcher.get_error()
@@ -94,7 +85,7 @@ def _refused_at(tokenizer: LLTokenizer, grammar: Grammar, reason: str) -> Invali
         return refused(grammar, reason)
 
     def refusal(schema: Any) -> str:
-        matcher = LLMatcher(tokenizer, _lark_of(schema), log_level=0, limits=_LIMITS)
+        matcher = LLMatcher(tokenizer, _lark_of(schema), log_level=0, limits=STEP_LIMITS)
         return _OUTER_PLACE.sub("", matcher.get_error()) if matcher.is_error() else ""
 
     schema = json.loads(grammar.text)

@@ -13,6 +13,7 @@ from functools import cache, lru_cache
 from llguidance import LLMatcher, LLTokenizer
 
 from services.grammars.byte_matcher import byte_tokenizer
+from services.grammars.usage import STEP_LIMITS
 
 # What matches one character, the beginning of a class, a group with flags, and other characters.
 _PIECE = re.compile(
@@ -28,6 +29,8 @@ _ESCAPED = '"\\\\'
 _CONTROLS = r"\x00-\x09\x0b-\x1f"
 # Patterns that are remembered: so many, of so many characters.
 _KNOWN_PATTERNS, _KNOWN_CHARACTERS = 1000, 200
+# Different classes of a pattern, each of which takes half a millisecond.
+_MAX_CLASSES = 200
 
 
 def narrowed(pattern: str) -> str:
@@ -45,6 +48,8 @@ class _NotRead(Exception):
 def _narrowed(pattern: str) -> str:
     atoms = _atoms(pattern)
     texts = {pattern[begin:end] for begin, end in atoms}
+    if len(texts) > _MAX_CLASSES:
+        raise ValueError("it has too many classes: write a simpler one")
     try:
         affected = _affected(texts)
     except _NotRead:
@@ -105,7 +110,7 @@ def _are_within(characters: str, atoms: set[str]) -> bool:
 
 def _refusal(pattern: str) -> str:
     source = LLMatcher.grammar_from_lark(f"start: %json {json.dumps({'type': 'string', 'pattern': pattern})}")
-    matcher = LLMatcher(_tokenizer(), source, log_level=0)
+    matcher = LLMatcher(_tokenizer(), source, log_level=0, limits=STEP_LIMITS)
     return matcher.get_error() if matcher.is_error() else ""
 
 

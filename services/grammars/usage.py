@@ -1,9 +1,22 @@
-"""Measures the memory and the processor time of one text, of which the library bounds each step but not the sum."""
+"""Limits the library's steps, and measures the memory and the processor time of a text, which it does not add up."""
 
 import sys
 from contextlib import suppress
 from mmap import PAGESIZE
 from time import thread_time
+
+from llguidance import LLParserLimits
+
+# Of an ordinary text, a byte makes about nine states of the lexer at most.
+STEP_LIMITS = LLParserLimits(
+    max_lexer_states=100_000,
+    initial_lexer_fuel=500_000,
+    step_lexer_fuel=100_000,
+    step_max_items=20_000,
+    max_grammar_size=60_000,
+    verbose_errors=False,
+    precompute_large_lexemes=False,
+)
 
 
 def resident_bytes() -> int:

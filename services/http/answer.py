@@ -11,7 +11,7 @@ from sse_starlette.sse import EventSourceResponse
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from bridge.generation import Delta
+from bridge.generation import Delta, Finished
 from services.http import errors
 from services.http.generation import Event, noting_silence, while_connected
 from services.http.requests import GenerationRequest
@@ -86,7 +86,6 @@ async def respond(answer: Answer, body: GenerationRequest, receive: Receive) -> 
     """Returns the response, or None if the client has left. Raises an error that occurs before it begins."""
     if not body.stream:
         return await while_connected(receive, _whole(answer, body))
-    # The status is sent with the first text, so that an error before it, such as a full queue, has its own status.
     stream = _stream(answer, body)
     first = await while_connected(receive, _next(stream))
     return None if first is None else _EventStream(first, stream)
@@ -189,7 +188,7 @@ async def _stream(answer: Answer, body: GenerationRequest) -> AsyncGenerator[byt
     try:
         async with aclosing(noting_silence(answer.events, _MAX_SILENT_SECONDS)) as events:
             async for event in events:
-                begun = begun or event is None or isinstance(event[1], Delta)
+                begun = begun or event is None or isinstance(event[1], Delta | Finished)
                 if event:
                     held += [_event(form.event([part], **further)) for part in parts(*event)]
                 elif not held:

@@ -2,7 +2,8 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import aclosing, contextmanager
+from time import monotonic
 from typing import Any, TypeVar
 
 from starlette.types import Receive
@@ -110,24 +111,20 @@ async def noting_silence(events: AsyncGenerator[Event], seconds: float) -> Async
     async def following() -> Event | None:
         return await anext(events, None)
 
-    loop, begun = asyncio.get_running_loop(), False
-    end = loop.time() + seconds
+    begun, end = False, monotonic() + seconds
     async with aclosing(events):
         while not begun:
             # In a task, because a time limit would end the generation.
             task = asyncio.create_task(following())
             try:
-                await asyncio.wait((task,), timeout=max(end - loop.time(), 0.0))
-                if not task.done():
+                if not (await asyncio.wait((task,), timeout=max(end - monotonic(), 0.0)))[0]:
                     begun = True
                     yield None
-                event = await asyncio.shield(task)
+                    await asyncio.wait((task,))
+                event = task.result()
             finally:
                 task.cancel()
-                while not task.done():  # a client that leaves may cancel this more than once
-                    with suppress(asyncio.CancelledError):
-                        await asyncio.wait((task,))
-                _ = task.cancelled() or task.exception()  # asyncio logs an exception that nobody has asked for
+                await asyncio.gather(task, return_exceptions=True)
             if event is None:
                 return
             begun = begun or isinstance(event[1], Delta)

@@ -1,8 +1,8 @@
 """Batch-invariant forwards: logits depend on the text alone, bit for bit, not on what else is in the forward.
 
 * A forward has one of a few numbers of tokens: they are padded to it, as are those whose logits are wanted. More are
-  divided among several forwards. Otherwise torch might divide the elements of an activation among its threads in ever
-  other ways, and the last elements of a thread's share may round differently.
+  divided among several forwards. Torch divides the elements of an activation among its threads in a different way for
+  each number of tokens, and the last elements of a thread's share may round differently.
 * Products with packed weights have at most 64 rows, or 32 (bfloat16 with AMX): oneDNN rounds each row alike up to that.
 * Attention runs in blocks of positions that begin at multiples of their size, with the cache ending at a multiple of a
   larger one: the same shape for a position in every forward. Blocks that end there together are a batch.
