@@ -108,7 +108,8 @@ def fastest(
         return None
     best = max(rivals, key=lambda one: speeds.get(one.name, _UNKNOWN))
     figures = ", ".join(f"{name} {value:.0f}" for name, value in speeds.items())
-    report(f"the fastest engine for {model} here: {best.name} (expected tokens/s with a good draft: {figures})")
+    expected = "tokens/s" if drafts else "expected tokens/s with a good draft"
+    report(f"the fastest engine for {model} here: {best.name} ({expected}: {figures})")
     return best
 
 

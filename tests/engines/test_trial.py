@@ -86,6 +86,7 @@ def test_the_fastest_is_taken_and_remembered_for_the_file_and_the_machine(big: P
     attempts.costs = {"a": WIDE, "b": NARROW}
     assert chosen(replace(OPTIONS, threads=1)) == "a" and len(attempts.names) == 8
     assert chosen(deterministic=True) == "a" and chosen(drafts=True) == "a" and len(attempts.names) == 16
+    assert "(tokens/s: a " in lines[-1]
     assert chosen() == "b" and len(attempts.names) == 16
     os.utime(big, ns=(1, 1))
     assert chosen() == "a" and len(attempts.names) == 20
