@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,8 @@ def restored() -> object:
     allowed = os.sched_getaffinity(0)
     yield
     for task in Path("/proc/self/task").iterdir():
-        os.sched_setaffinity(int(task.name), allowed)
+        with suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(int(task.name), allowed)
 
 
 @pytest.fixture
