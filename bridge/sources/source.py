@@ -171,9 +171,9 @@ class Opening:
 
     `tape` holds the prompt and, later, what the target commits. `render` returns the prompt in another model's tokens,
     or raises a `DraftBridgeError`. `memory` holds what was learned from outputs; `tenant`: whose output this is, empty
-    if nothing may be learned from it. `grammar`: what the text must satisfy. `alone`: no draft will
-    ever take part and there is no grammar, so no source has to continue the bytes of another one. `threads` returns
-    the threads that `render` runs in, see `bridge.threads`.
+    if nothing may be learned from it. `grammar`: what the text must satisfy. `alone`: the request never has a draft or
+    a grammar, so sources need not continue one another's bytes. `threads` returns the threads that `render` runs in,
+    see `bridge.threads`.
     """
 
     tape: Tape

@@ -27,7 +27,7 @@ _CLASS_PIECE = re.compile(r"\\.|(?P<begin>\[\^?\]?)|(?P<end>\])|.", re.DOTALL)
 _PRINTABLE = re.compile(r"\[[^\^\\\[\]\x00-\x1f][^\\\[\]\x00-\x1f]*\]")
 _ESCAPED = '"\\\\'
 _CONTROLS = r"\x00-\x09\x0b-\x1f"
-# Patterns that are remembered: so many, of so many characters.
+# The number of patterns that are remembered, and the length of the longest of them in characters.
 _KNOWN_PATTERNS, _KNOWN_CHARACTERS = 1000, 200
 # Different classes of a pattern, each of which takes half a millisecond.
 _MAX_CLASSES = 200

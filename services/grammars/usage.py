@@ -1,6 +1,7 @@
-"""Limits the library's steps, and measures the memory and the processor time of a text, which it does not add up."""
+"""Limits each step of the library, and adds up the memory and the processor time that all steps of a text take."""
 
 import sys
+from abc import ABC, abstractmethod
 from contextlib import suppress
 from mmap import PAGESIZE
 from time import thread_time
@@ -30,45 +31,45 @@ def resident_bytes() -> int:
     return 0
 
 
-class Growth:
-    """Adds up by how much the process grows within `with` blocks.
+class _Usage(ABC):
+    """Adds up by how much a quantity grows within `with` blocks, which are not nested."""
+
+    def __init__(self, limit: float) -> None:
+        self._limit, self._total, self._before = limit, 0.0, 0.0
+
+    @abstractmethod
+    def _measured(self) -> float:
+        """Returns the quantity now."""
+
+    def __enter__(self) -> None:
+        self._before = self._measured()
+
+    def __exit__(self, *_: object) -> None:
+        self._total += self._measured() - self._before
+
+    def allow(self, more: float) -> None:
+        """Raises the limit, because the text has grown."""
+        self._limit += more
+
+    @property
+    def exceeds(self) -> bool:
+        """Whether the total is above the limit."""
+        return self._total > self._limit
+
+
+class Growth(_Usage):
+    """The memory of the process, in bytes.
 
     What other threads take and return meanwhile counts, too. Blocks are short, so that it is little. Where only the
     highest memory is known, the process still cannot exceed it by more than the limit.
     """
 
-    def __init__(self, limit: int) -> None:
-        self._limit, self._total, self._before = limit, 0, 0
-
-    def __enter__(self) -> None:
-        self._before = resident_bytes()
-
-    def __exit__(self, *_: object) -> None:
-        self._total += resident_bytes() - self._before
-
-    @property
-    def exceeds(self) -> bool:
-        """Whether the total is above the limit."""
-        return self._total > self._limit
+    def _measured(self) -> float:
+        return resident_bytes()
 
 
-class TimeSpent:
-    """Adds up the processor time of the thread within `with` blocks, which does not grow while it waits for a core."""
+class TimeSpent(_Usage):
+    """The processor time of the thread, in seconds, which does not grow while it waits for a core."""
 
-    def __init__(self, limit: float) -> None:
-        self._limit, self._total, self._before = limit, 0.0, 0.0
-
-    def __enter__(self) -> None:
-        self._before = thread_time()
-
-    def __exit__(self, *_: object) -> None:
-        self._total += thread_time() - self._before
-
-    def allow(self, seconds: float) -> None:
-        """Raises the limit, because the text has grown."""
-        self._limit += seconds
-
-    @property
-    def exceeds(self) -> bool:
-        """Whether the total is above the limit."""
-        return self._total > self._limit
+    def _measured(self) -> float:
+        return thread_time()

@@ -4,6 +4,7 @@
 """
 
 from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,28 @@ DENSE = ["llama", "mistral", "gemma3", "gemma2", "opt", "gpt_bigcode"]
 
 def invariant(engine: TorchEngine) -> TorchEngine:
     # A processor may have other kernels; servers then run passes as they come, and there is nothing to test here.
-    if not engine.make_invariant():
+    if not rows_round_alike():
         pytest.skip("the product with packed weights rounds differently by width on this processor")
+    assert engine.make_invariant()
     return engine
+
+
+@cache
+def rows_round_alike() -> bool:
+    """Returns whether a product with packed weights is the same bit for bit with 4 to 32 rows, measured by itself."""
+    torch.manual_seed(0)
+    layer, rows = PackedLinear(torch.nn.Linear(32, 48)), torch.randn(1, 32, 32)
+    whole = layer(rows)
+    return all(torch.equal(layer(rows[:, :count]), whole[:, :count]) for count in SIZES if count <= 32)
+
+
+def check_parts(engine: TorchEngine, model: Any, count: int) -> None:
+    """Asserts that a text has the model's logits, and the same ones bit for bit if it is read in parts of 7 tokens."""
+    ids = [int(id_) for id_ in np.random.default_rng(1).integers(0, 120, count)]
+    (whole,) = engine.forward([Row(0, 0, tuple(ids), 0)])
+    np.testing.assert_allclose(whole, expected(model, ids), atol=1e-4)
+    parts = [engine.forward([Row(1, start, tuple(ids[start : start + 7]), 0)])[0] for start in range(0, count, 7)]
+    assert np.concatenate(parts).tobytes() == whole.tobytes()
 
 
 class TestInvariant(EngineContract):
@@ -84,15 +104,12 @@ def test_a_product_that_rounds_differently_above_32_rows_gets_no_more(
     monkeypatch.setattr(PackedLinear, "product", product)
     assert engine.make_invariant() and max(counts) == 48 and engine._invariant_width == SIZES[-1]
     counts.clear()
-    ids = [int(id_) for id_ in np.random.default_rng(1).integers(0, 120, 100)]
-    (whole,) = engine.forward([Row(0, 0, tuple(ids), 0)])
-    np.testing.assert_allclose(whole, expected(model, ids), atol=1e-4)
-    parts = [engine.forward([Row(1, start, tuple(ids[start : start + 7]), 0)])[0] for start in range(0, 100, 7)]
-    assert np.concatenate(parts).tobytes() == whole.tobytes() and max(counts) == 32
+    check_parts(engine, model, 100)
+    assert max(counts) == 32
 
 
 def test_an_activation_that_rounds_differently_in_a_wide_forward_makes_forwards_narrower(tmp_path: Path) -> None:
-    """As where a thread's share of its elements is no multiple of what the processor computes at once."""
+    """Torch does so if a thread's share of the elements is not a multiple of the processor's vector width."""
     model = saved(FAMILIES["llama"], tmp_path)
     engine = invariant(TorchEngine(tmp_path, dtype="float32", slot_count=2))
     rounded = engine._model.model.layers[-1].mlp
@@ -105,11 +122,8 @@ def test_an_activation_that_rounds_differently_in_a_wide_forward_makes_forwards_
     rounded.act_fn.forward = activation
     assert engine.make_invariant() and max(widths) == 96
     widths.clear()
-    ids = [int(id_) for id_ in np.random.default_rng(1).integers(0, 120, 150)]
-    (whole,) = engine.forward([Row(0, 0, tuple(ids), 0)])
-    np.testing.assert_allclose(whole, expected(model, ids), atol=1e-4)
-    parts = [engine.forward([Row(1, start, tuple(ids[start : start + 9]), 0)])[0] for start in range(0, 150, 9)]
-    assert np.concatenate(parts).tobytes() == whole.tobytes() and max(widths) == 64
+    check_parts(engine, model, 150)
+    assert max(widths) == 64
     rounded.act_fn.forward = lambda rows: activation(rows) * (1 + (rows.shape[-2] > 12) * 1e-3)
     assert not engine.make_invariant()
 

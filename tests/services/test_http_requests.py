@@ -199,7 +199,8 @@ def test_a_body_that_would_take_long_is_refused_before_it_is_parsed(
 
 
 def test_long_prose_and_long_prompts_of_ids_are_read() -> None:
-    prose, ids = 'He said, "[well], {so}\\", and left. ' * 40_000, [123_456] * 131_072
+    prose = 'She wrote "[first, second]", closed the file, and left. ' * 40_000  # commas and brackets in texts are free
+    ids = [123_456] * 131_072
     for prompt in (prose, ids):
         body = read_body(CompletionRequest, json.dumps({"prompt": prompt}).encode())
         assert body.prompt == (prompt if prompt is prose else tuple(ids))
