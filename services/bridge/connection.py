@@ -56,10 +56,10 @@ class Connection:
 
     `health`: a channel for health checks only, because a call that lasts would use up a part of the server's limit of
     calls on one connection.
-    `known`: the model that was last connected. `description`: the latest that the service has sent of itself.
-    `refused`: the description of a service that was reached but cannot be used. `on_connected` is called with each new
-    endpoint and the one before it. `loopback`: of localhost, a channel to 127.0.0.1, because gRPC reports only why it
-    could not connect to ::1.
+    `known`: the model that was last connected. `description`: the latest description that the service sent. `refused`:
+    the description of a service that was reached but cannot be used. `on_connected` is called with each new endpoint
+    and the one before it. `loopback`: for localhost, a channel to 127.0.0.1, because gRPC reports only the reason why
+    it could not connect to ::1.
     """
 
     def __init__(

@@ -16,8 +16,8 @@ _FORCING_SECONDS = 0.005
 _FOLLOWING_SECONDS, _PART_BYTES = 0.02, 4
 # The memory of one text's automaton. A string of 6,000 characters takes about 25 MB at most.
 _MAX_BYTES = 32 << 20
-# The processor time of one text: so much, and more for each byte and each call. Ordinary grammars take 10 to 25
-# microseconds a byte, ambiguous ones ever more.
+# The limit on a text's processor time: a fixed part, and more for each byte and each call. Ordinary grammars take 10 to
+# 25 microseconds a byte, and ambiguous ones take longer for each byte than for the one before.
 _TEXT_SECONDS, _BYTE_SECONDS = 0.3, 0.0001
 
 
