@@ -23,9 +23,9 @@ _QUOTED_BYTES = 40
 _FORCED_BYTES = 64
 # The memory of one text's automata. A string of 6,000 characters takes 15 to 50 MB.
 _MAX_BYTES = 128 << 20
-# The limit on a text's processor time: a fixed part, and more for each mask and each byte. With 262,144 tokens, masks of
-# ordinary grammars take 0.1 to 1 ms on average, and bytes some microseconds. Those of an ambiguous grammar take ever more, and
-# delay all sequences.
+# The limit on a text's processor time: a fixed part, and more for each mask and each byte. With 262,144 tokens, masks
+# of ordinary grammars take 0.1 to 1 ms on average, and bytes some microseconds. The masks of an ambiguous grammar take
+# longer from token to token, and delay all sequences.
 _TEXT_SECONDS, _MASK_SECONDS, _BYTE_SECONDS = 1.0, 0.01, 0.0001
 # The event loop waits for so much processor time, and for one id more.
 _CERTAIN_SECONDS = 0.005
