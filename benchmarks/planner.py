@@ -8,6 +8,7 @@ Starts a target, a draft and a bridge as processes on this machine, in one of th
     a   Qwen2.5-Coder-1.5B in torch bfloat16 <- SmolLM2-135M in llamacpp, each with all cores
     a32 the same in float32, for processors that do not compute in bfloat16
     b   Qwen2.5-Coder-1.5B in OpenVINO int8 on core 0 <- SmolLM2-135M in llamacpp on core 1, one thread each
+    b2  the same, each with all cores
     c   Gemma-3-270M <- SmolLM2-135M, both in llamacpp with all cores
     d   Gemma-3-270M in llamacpp, no draft
 
@@ -76,6 +77,7 @@ def _settings(draft_engine: str = "llamacpp") -> dict[str, Setting]:
     draft = ("--engine", draft_engine)
     smollm = Server(_SMOLLM, (*draft, *everything))
     gemma = Server(_GEMMA, (*llamacpp, *everything))
+    qwen_int8 = Server(_QWEN, (*openvino, *everything))
     return {
         "a": Setting(Server(_QWEN, (*torch, "bfloat16", *everything)), smollm),
         "a32": Setting(Server(_QWEN, (*torch, "float32", *everything)), smollm),
@@ -83,6 +85,7 @@ def _settings(draft_engine: str = "llamacpp") -> dict[str, Setting]:
             Server(_QWEN, (*openvino, "--threads", "1"), core=0),
             Server(_SMOLLM, (*draft, "--threads", "1"), core=1),
         ),
+        "b2": Setting(qwen_int8, smollm),
         "c": Setting(gemma, smollm),
         "d": Setting(gemma, None),
     }

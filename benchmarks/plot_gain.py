@@ -13,7 +13,9 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 _AUTO, _FIXED, _ALONE = "#1f5fa8", "#b9c7dc", "#b7791f"
-_MARKERS = {"a": ("s", "#b0413e"), "b": ("^", "#8a5a00"), "c": ("o", "#1f5fa8"), "d": ("D", "#2f7d43")}
+_MARKERS = {
+    "a": ("s", "#b0413e"), "b": ("^", "#8a5a00"), "b2": ("v", "#6b4fa0"), "c": ("o", "#1f5fa8"), "d": ("D", "#2f7d43"),
+}  # fmt: skip
 
 
 def main() -> None:
@@ -32,7 +34,7 @@ def draw(data: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11.5, 4.8), width_ratios=(3, 2), layout="constrained")
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11.5, 5.8), width_ratios=(3, 2), layout="constrained")
     _by_setting(left, data)
     _by_category(right, data["runs"])
     figure.savefig(path, dpi=110)
