@@ -57,7 +57,7 @@ class Speculation:
     async def replan(self, room: int) -> None:
         """Plans the next pass from the present offers, and lets the sources work accordingly.
 
-        Planning takes processor time, which a target may need: a draft that does not pay must not slow it down.
+        Planning takes processor time, which a target may need: a draft that gains nothing must not slow it down.
         """
         may_keep = self.plan.rests and self._kept_pass_count < _KEPT_PASSES
         self._nothing_to_send = may_keep and not self.planner.is_worth_sending(self.offers)

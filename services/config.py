@@ -235,7 +235,10 @@ class BridgeServerConfig(ServerConfig):
         10.0, ge=0.1, description="Seconds to wait for the targets. The bridge does not start if none of them answers."
     )
     service_keepalive: float = Field(
-        20.0, ge=0.1, le=3600, description="Seconds between pings to a service; lost if it does not answer in half."
+        20.0,
+        ge=0.1,
+        le=3600,
+        description="Seconds between pings to a service; its calls fail if it does not answer within half of this.",
     )
     resolve_interval: float = Field(
         5.0, ge=0.1, le=3600, description="Seconds between look-ups of the host names of targets and drafts."
@@ -265,9 +268,17 @@ class BridgeServerConfig(ServerConfig):
         None, description="SQLite file that keeps what the bridge learns about pairs. Unset: forgotten at its end."
     )
     guest_sequences: int = Field(
-        4096, ge=1, le=1_000_000, description="Sequences of engines (guests) to hold at once; the least recent ones go."
+        4096,
+        ge=1,
+        le=1_000_000,
+        description="Sequences of engines (guests) to hold at once; the least recently named ones are dropped.",
     )
-    guest_memory: int = Field(1024, ge=1, le=1 << 20, description="MiB of memory for the sequences of guests.")
+    guest_memory: int = Field(
+        1024,
+        ge=1,
+        le=1 << 20,
+        description="MiB of memory for the sequences of guests, and as much again for tokenizers that they send.",
+    )
     guest_drafts: int = Field(
         8, ge=0, le=100_000, description="Sequences of guests that a draft proposes for at once; others go without."
     )

@@ -32,7 +32,7 @@ app = typer.Typer(
 
 
 class _Zoo(TyperGroup):
-    """Measure and predict which pairs of many models pay."""
+    """Measure and predict which pairs of many models gain."""
 
     # Its modules load numpy and jinja2, for a fifth of a second that every other command would take longer.
     def list_commands(self, ctx: Any) -> list[str]:

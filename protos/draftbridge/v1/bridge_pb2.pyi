@@ -272,7 +272,7 @@ class GenerateRequest(_message.Message):
     @_builtins.property
     def drafts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of drafts in order of preference, instead of `draft`; at most 64. The first one that can be used is used, and
-        the next ones replace it if it fails or does not pay. If all names are unknown, the request fails with NOT_FOUND;
+        the next ones replace it if it fails or does not gain. If all names are unknown, the request fails with NOT_FOUND;
         if none can be used, the target runs without a draft.
         """
 
