@@ -248,8 +248,8 @@ def _costs(services: Sequence[bridge_pb2.ServiceState]) -> Iterator[Finding]:
 
 def _pairs(services: Sequence[bridge_pb2.ServiceState], pairs: Sequence[bridge_pb2.Pair]) -> Iterator[Finding]:
     if not any(one.role == model_pb2.ROLE_DRAFT for one in services):
-        remedy = "texts that repeat little gain only from a model: `draftbridge serve MODEL --role draft`, and give "
-        remedy += "its address to the bridge with --draft"
+        remedy = "texts that repeat little gain only from a model: `draftbridge serve MODEL --role draft --engine auto`"
+        remedy += ", and give its address to the bridge with --draft"
         yield Finding(Level.SLOW, "pairs", "no draft is configured: only prompt lookup proposes candidates", remedy)
     served = {pair.target for pair in pairs if not pair.refusal}
     usable = {one.name for one in _usable(services, model_pb2.ROLE_DRAFT)}

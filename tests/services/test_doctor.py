@@ -178,9 +178,9 @@ def test_what_is_wrong_has_a_level_and_a_remedy(broken: States, text: str, level
     assert found.level is level and remedy in found.remedy
 
 
-def test_a_draft_that_is_advised_has_a_model() -> None:
+def test_a_draft_that_is_advised_has_a_model_and_the_fastest_engine() -> None:
     advice = find(examined(Deployment([TARGET], {"": 10.0})), "no draft is configured")
-    assert "serve MODEL --role draft" in advice.remedy and "serve suffix" not in advice.remedy
+    assert "serve MODEL --role draft --engine auto" in advice.remedy and "serve suffix" not in advice.remedy
 
 
 def test_a_far_service_is_named() -> None:
