@@ -1,29 +1,47 @@
 """Gives the zoo's drafts to the sequences of engines, of which only a limited number has one at a time."""
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from time import perf_counter_ns
+
+from cachetools import TTLCache
 
 from bridge.errors import DraftBridgeError
 from bridge.guest import Guest, Held
 from bridge.guest_sequence import GuestOpening
+from bridge.ports import Proposal
 from bridge.request import Request
 from bridge.sampling.sampler import SamplingParameters
 from bridge.sources.source import DRAFT, Draft
 from draftbridge.v1 import candidate_pb2
 from services.bridge.endpoint import Endpoint
 from services.bridge.gateway import BalancedDrafter
-from services.bridge.replicas import Balancer, blocks_of
+from services.bridge.replicas import Balancer, blocks_of, is_of_replica
 from services.bridge.zoo import Zoo
 
 # A sequence that its engine has not named for this time does not keep its draft from any other.
 _IDLE_NS = 10_000_000_000
+# How long sequences use other replicas than one that has refused a stream, and how many of such are remembered.
+_REFUSED_SECONDS, _MAX_REFUSED = 10.0, 1024
 
 
 class _Drafter(BalancedDrafter):
-    """A draft's stream for one sequence. `on_close` is called when the stream is closed, perhaps twice."""
+    """A draft's stream for one sequence. `on_close` is called when the stream is closed, perhaps twice.
+
+    `on_error` receives the error that ends it.
+    """
 
     on_close: Callable[[], object] = staticmethod(lambda: None)
+    on_error: Callable[[DraftBridgeError], object] = staticmethod(lambda error: None)
+
+    async def proposals(self) -> AsyncIterator[Proposal]:
+        """See `Drafter`."""
+        try:
+            async for proposal in super().proposals():
+                yield proposal
+        except DraftBridgeError as error:
+            self.on_error(error)
+            raise
 
     def close(self) -> None:
         super().close()
@@ -40,6 +58,9 @@ class GuestDrafts:
     def __init__(self, zoo: Zoo, limit: int, balancer: Balancer) -> None:
         self._zoo, self._limit, self._balancer = zoo, limit, balancer
         self._users: dict[_Drafter, tuple[Guest, Held]] = {}
+        # The addresses of replicas that have refused a stream. Such a one has the fewest streams, so it would be chosen
+        # again and again.
+        self._refused: TTLCache[str, bool] = TTLCache(_MAX_REFUSED, _REFUSED_SECONDS)
 
     def endpoint(self, opening: candidate_pb2.ProposeOpen) -> Endpoint | None:
         """Returns the draft that an engine has asked for, if it is connected."""
@@ -57,11 +78,19 @@ class GuestDrafts:
         if endpoint is None or not self._make_room(is_new):
             return None
         prompt, request = blocks_of(Request(tuple(held.tokens))), object()
-        replica = self._balancer.choose(self._zoo.replicas(endpoint), prompt, request)
+        replicas = self._zoo.replicas(endpoint)
+        usable = [one for one in replicas if one.address not in self._refused] or replicas
+        replica = self._balancer.choose(usable, prompt, request)
         # The engine's sampling is not known; a greedy draft is right most often.
         drafter = _Drafter(self._zoo, replica, SamplingParameters(), 0, self._balancer, prompt, request)
         self._users[drafter] = guest, held
         drafter.on_close = lambda: self._users.pop(drafter, None)
+
+        def on_error(error: DraftBridgeError) -> None:
+            if is_of_replica(error):
+                self._refused[replica.address] = True
+
+        drafter.on_error = on_error
         competes = replica.model.competes_with(shared.model)
         times = shared.estimates.draft(replica.model.name, replica.model.forward_costs, competes=competes)
         return Draft(replica.model, drafter, times, on_fault=drafter.on_fault)

@@ -19,10 +19,10 @@ from bridge.text.vocabulary import Vocabulary
 from draftbridge.v1 import model_pb2
 from services.bridge.endpoint import Endpoint, key_of
 from services.bridge.pauses import Pauses
-from services.bridge.replicas import Balancer, is_broken, is_lost
+from services.bridge.replicas import Balancer, is_broken, is_of_replica
 from services.bridge.zoo import Zoo
 from services.errors import DraftAway, ModelNotFound, PairRefused
-from services.rpc.status import code_of
+from services.rpc.status import RemoteError, code_of
 
 _MAX_WORKLOAD_LENGTH, _MAX_DRAFTS = 64, 64
 # Assumed bytes of a target's token, until requests have shown them.
@@ -93,8 +93,8 @@ class Assignment:
         """Returns the replica of a draft that is to be opened now, or None.
 
         `error`: that of the replica that was to be opened before or, if that has taken over, of the present one. It is
-        None for the first draft, and if the present one gains nothing. A replica that was lost is replaced by another
-        one of the same draft first.
+        None for the first draft, and if the present one gains nothing. A replica that is lost, broken or full is
+        replaced by another one of the same draft first.
         """
         failed, self._opening = self._opening or self._present, None
         other = None
@@ -130,8 +130,9 @@ class Assignment:
         configured = any(one.address == replica.address for one in self._pairing.zoo.connections)
         if is_broken(error) and configured:  # the stream of one that hangs reports no error
             self._pairing.balancer.on_failure(replica, self)
-        broken = isinstance(error, ProtocolViolation)
-        if (broken or is_lost(error)) and self.replicas(draft):
+        # Other errors, such as those of the draft's template, arise here, and would with every replica.
+        of_replica = isinstance(error, RemoteError) and is_of_replica(error)
+        if (of_replica or isinstance(error, ProtocolViolation | Unreachable)) and self.replicas(draft):
             return draft
         # Other requests may have prompts, chats and grammars that the draft takes.
         if error.reason == ProtocolViolation.reason or code_of(error) is not grpc.StatusCode.INVALID_ARGUMENT:

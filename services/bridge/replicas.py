@@ -39,8 +39,8 @@ _BLOCK_BYTES, _MAX_BLOCKS, _REMEMBERED_BLOCKS = 256, 128, 8192
 _AFFINITY_REQUESTS = 1
 # The pause after a failure, doubled by each further one.
 _PAUSE_NS, _MAX_PAUSE_NS = 500_000_000, 30_000_000_000
-# What another replica may do better. Other errors are the request's own. `_SERVER_LIMITS` are of the whole replica, or
-# of the bridge's key there; their texts must not be taken for those of the bridge's own limits.
+# What another replica may do better, see `is_of_replica`. Other errors are the request's own. `_SERVER_LIMITS` are of
+# the whole replica, or of the bridge's key there; their texts must not be taken for those of the bridge's own limits.
 _LOST_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
 # Those of a replica that has a bug, or is a server of another kind or version.
 _FAULTY_CODES = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNIMPLEMENTED)
@@ -188,6 +188,13 @@ def is_lost(error: DraftBridgeError) -> bool:
     return code_of(error) in _LOST_CODES
 
 
+def is_of_replica(error: DraftBridgeError) -> bool:
+    """Returns whether an error is one that another replica may not have: this one is lost, broken or full, or it serves
+    another model now.
+    """
+    return is_lost(error) or is_broken(error) or error.reason in _MOVED_REASONS
+
+
 def is_broken(error: DraftBridgeError) -> bool:
     """Returns whether an error is one for which a replica is left alone for a while.
 
@@ -308,7 +315,7 @@ class ResumingVerifier:
             self._fails_everywhere = True
             for take_back in self._failures:
                 take_back()
-        if not others or not (is_lost(error) or is_broken(error) or error.reason in _MOVED_REASONS):
+        if not others or not is_of_replica(error):
             raise _named(error, self._endpoint)
         chosen = self._balancer.choose(others, self._prompt, self)
         verifier = self._connected(chosen)

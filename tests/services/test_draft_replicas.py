@@ -1,18 +1,20 @@
 """Tests that the replicas of a draft share the requests, and replace one another."""
 
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, suppress
 
 import pytest
 
+from bridge.errors import DraftBridgeError
 from bridge.guest import Guest, Held
 from bridge.guest_sequence import GuestOpening, GuestSequence
 from bridge.guest_step import SequenceUpdate
 from bridge.planning.batch import BatchCosts
 from bridge.planning.estimates import TargetEstimates
 from bridge.planning.planner import Mode
+from bridge.ports import Sync
 from bridge.sources.source import Draft
-from draftbridge.v1 import candidate_pb2
+from draftbridge.v1 import candidate_pb2, draft_pb2
 from services.bridge.connection import State
 from services.bridge.endpoint import Endpoint
 from services.bridge.guest_drafts import GuestDrafts
@@ -20,6 +22,9 @@ from services.bridge.pairing import Wish
 from services.bridge.replicas import Balancer
 from services.bridge.zoo import Zoo
 from services.config import Role
+from services.errors import ModelChanged, SlotsExhausted
+from services.model.draft.servicer import DraftServicer
+from services.rpc.status import RemoteError
 from tests.support.reciting import IDS, MODEL, opened, stepped
 from tests.support.zoo import (
     HangingDraft,
@@ -122,6 +127,56 @@ async def test_a_replica_that_hangs_gets_no_further_requests_while_another_one_a
         used = [(await text_of(gateway, "", Wish()))[1].statistics.drafts for _ in range(3)]
         assert used == [["draft", "draft"], ["draft"], ["draft"]]
         assert HangingDraft.stream_count == 1
+
+
+def refusing_with(error: DraftBridgeError) -> type[DraftServicer]:
+    """Returns a draft that ends each stream with an error."""
+
+    class Refusing(DraftServicer):
+        async def Draft(  # noqa: N802
+            self, request_iterator: AsyncIterator[draft_pb2.DraftRequest], context: object
+        ) -> AsyncIterator[draft_pb2.DraftResponse]:
+            async for _ in request_iterator:
+                raise error
+            yield draft_pb2.DraftResponse()
+
+    return Refusing
+
+
+@pytest.mark.parametrize(
+    "error",
+    [SlotsExhausted(1), ModelChanged("draft"), DraftBridgeError("no memory")],
+    ids=["full", "another model", "broken"],
+)
+async def test_a_replica_that_cannot_take_a_request_hands_it_to_another_one(error: DraftBridgeError) -> None:
+    async with AsyncExitStack() as stack:
+        target = await stack.enter_async_context(serving(trained("gpt-2")))
+        refusing = await stack.enter_async_context(misbehaving(trained("llama-3", "draft"), refusing_with(error)))
+        healthy = await stack.enter_async_context(serving(trained("llama-3", "draft"), role=Role.DRAFT))
+        gateway = await stack.enter_async_context(bridge([target], [refusing, healthy]))
+        _, event = await text_of(gateway, "", Wish(), max_tokens=60)
+        assert event.statistics.num_accepted_tokens
+        first, draft = gateway.zoo.target(""), gateway.zoo.draft("draft")
+        assert draft and not gateway.pairing.pauses.holds(first, draft), "it has not failed"
+
+
+async def test_sequences_of_engines_use_other_replicas_than_one_that_is_full() -> None:
+    full, opening = refusing_with(SlotsExhausted(1)), candidate_pb2.ProposeOpen()
+    async with AsyncExitStack() as stack:
+        refusing = await stack.enter_async_context(misbehaving(trained("llama-3", "draft"), full))
+        healthy = await stack.enter_async_context(serving(trained("llama-3", "draft"), role=Role.DRAFT))
+        zoo = await Zoo([], [refusing, healthy]).connect()
+        stack.push_async_callback(zoo.close)
+        drafts, shared = GuestDrafts(zoo, 8, Balancer()), GuestOpening(MODEL, TargetEstimates())
+        guest, served = Guest(MODEL, None, BatchCosts()), []  # type: ignore[arg-type]
+        for _ in range(3):
+            found = drafts.find(guest, Held(list(IDS[:20]), 0), True, shared, opening)
+            assert found
+            await found.drafter.sync(Sync(1, 0, (70, 71, 72), 0, 2, 1, 0.0))
+            with suppress(RemoteError):
+                served.append(await anext(aiter(found.drafter.proposals())))
+            found.drafter.close()
+        assert len(served) == 2
 
 
 async def test_a_draft_that_serves_the_target_alone_uses_its_other_replica() -> None:
