@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import re
 from dataclasses import dataclass, field, replace
 from time import perf_counter_ns
 from typing import TypeVar
@@ -29,6 +30,7 @@ ROLES = {model_pb2.ROLE_DRAFT: "draft", model_pb2.ROLE_TARGET: "target"}
 CHECK_SECONDS = 2.0
 # For comparison, a tokenizer.json with 256,000 ids has 33 MB.
 _TOKENIZER_LIMIT_BYTES, _MAX_TOKENIZER_PIECES = 256 << 20, 1 << 16
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 # How long one piece of a tokenizer may take, and all of them. Our servers send pieces of 256 KiB.
 _PIECE_SECONDS, _DOWNLOAD_SECONDS = 60.0, 1800.0
 # Tokenizers to keep, so that a model that returns is connected at once. Models in use keep their own.
@@ -102,6 +104,11 @@ class ModelReader:
             )
         if description.role not in (role, model_pb2.ROLE_BOTH):
             raise RoleNotServed(address, name, ROLES[role])
+        if not _SHA256.fullmatch(description.tokenizer_sha256):
+            raise UnusableModel(
+                f"{name} at {address} describes its tokenizer by something else than a SHA-256 of 64 hexadecimal "
+                "digits in lower case: serve it with a server that follows the contract"
+            )
         try:
             vocabulary, flaw = await self._vocabulary(model_pb2_grpc.ModelServiceStub(channel), description, address)
         except aio.AioRpcError as error:

@@ -65,8 +65,7 @@ class RemoteError(DraftBridgeError):
     """
 
     def __init__(self, code: grpc.StatusCode, reason: str, message: str, metadata: Mapping[str, str]) -> None:
-        line = "".join(char if char.isprintable() else " " for char in message)
-        super().__init__(_clipped(line) or f"the call failed with {code.name}")
+        super().__init__(_clipped(_printable(message)) or f"the call failed with {code.name}")
         self.code = code
         # The class's reason is a placeholder: each instance has that of the remote error.
         self.reason = reason if _REASON.fullmatch(reason) else code.name  # type: ignore[misc]
@@ -82,7 +81,7 @@ def code_of(error: DraftBridgeError) -> grpc.StatusCode:
 
 def from_rpc_error(error: aio.AioRpcError, address: str) -> DraftBridgeError:
     """Converts a failed call to `address` to a `DraftBridgeError`."""
-    code, details = error.code(), error.details() or ""
+    code, details = error.code(), _printable(error.details() or "")
     report = read_report(error.trailing_metadata())
     failed_write = code is grpc.StatusCode.INTERNAL and _FAILED_WRITE in details
     if failed_write and not report and (report := read_report(error.initial_metadata())):
@@ -159,6 +158,11 @@ def retry_seconds(metadata: Mapping[str, str]) -> int:
     except ValueError:
         return 0
     return min(math.ceil(delay), _MAX_RETRY_SECONDS) if math.isfinite(delay) and delay > 0 else 0
+
+
+def _printable(text: str) -> str:
+    """Returns the text as one line for a log."""
+    return "".join(char if char.isprintable() else " " for char in text)
 
 
 def _clipped(text: str) -> str:

@@ -30,6 +30,8 @@ TEXTS = (
 )
 # About the number of ids that are tested one by one, spread evenly over a larger vocabulary.
 _MAX_TESTED_IDS = 4096
+# What is kept of the beginning and of the end of a text that quotes a tokenizer. Errors end with the remedy.
+_MAX_BEGINNING, _MAX_END = 600, 200
 
 
 def self_test(vocabulary: Vocabulary) -> str:
@@ -77,19 +79,27 @@ def _wrong(what: str, decoded: str, spelled: str) -> TokenizerNotUnderstood:
     )
 
 
+def _quotable(text: str) -> str:
+    """Returns a text that may quote a tokenizer as one line that fits into a log and a status."""
+    if len(text) > _MAX_BEGINNING + _MAX_END:
+        text = f"{text[:_MAX_BEGINNING]} ... {text[-_MAX_END:]}"
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
 def _main() -> None:
     confine(MEMORY_LIMIT_BYTES)
     # The signal ends the process, also if the bridge has ended. It counts processor time, because reading a tokenizer
     # takes longer on a busy machine.
     signal.setitimer(signal.ITIMER_PROF, float(sys.argv[1]))
     try:
-        answer: dict[str, Any] = {"flaw": self_test(Vocabulary(sys.stdin.buffer.read()))}
+        answer: dict[str, Any] = {"flaw": _quotable(self_test(Vocabulary(sys.stdin.buffer.read())))}
     except TokenizerNotUnderstood as error:
-        answer = {"error": str(error), "metadata": error.metadata}
+        metadata = {key: _quotable(value) for key, value in error.metadata.items()}
+        answer = {"error": _quotable(str(error)), "metadata": metadata}
     except BaseException as error:  # the library's panics are not Exceptions
         failure = f"the tokenizers library fails on this tokenizer ({type(error).__name__}: {error})"
         remedy = "save the model's fast tokenizer again with save_pretrained"
-        answer = {"error": f"{failure}: {remedy}", "metadata": {"component": "file"}}
+        answer = {"error": _quotable(f"{failure}: {remedy}"), "metadata": {"component": "file"}}
     print(json.dumps(answer))
 
 

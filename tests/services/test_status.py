@@ -130,6 +130,7 @@ def test_trailing_metadata_that_cannot_be_read_leave_the_calls_own_status(
 def test_a_service_that_is_lost_in_mid_call_is_unreachable(code: grpc.StatusCode, text: str) -> None:
     error = from_rpc_error(failed(code, (), text), "host:1")
     assert (code_of(error), error.reason) == (grpc.StatusCode.UNAVAILABLE, "SERVICE_UNREACHABLE")
+    assert str(from_rpc_error(failed(code, (), f"{text}\na line of the service"), "host:1")).isprintable()
     # A service's own report stays its own error.
     reported = from_rpc_error(failed(code, ((KEY, details("ENGINE_FAILURE", text, {})),), text), "host:1")
     assert reported.reason == "ENGINE_FAILURE"

@@ -193,6 +193,20 @@ async def test_a_name_that_would_garble_a_log_is_refused(name: str) -> None:
             await connect(address, as_target=True)
 
 
+async def test_a_checksum_that_would_garble_a_log_is_refused() -> None:
+    async with stranger(tokenizer_json("byte_level"), sha256="two\nlines") as address:
+        with pytest.raises(UnusableModel, match="64 hexadecimal digits"):
+            await connect(address, as_target=True)
+
+
+async def test_an_error_that_quotes_a_tokenizer_fits_into_a_log_and_a_status() -> None:
+    async with stranger(_fused(decoders.Replace("wo", "w" * 5_000_000))) as address:
+        known = await connect(address, as_target=False)
+        (status,) = await known.check()
+    assert "byte table" in status.problem and status.problem.endswith("report it if that does not help")
+    assert len(status.problem) < 1000
+
+
 @pytest.mark.parametrize("method", ["GetModel", "GetTokenizer"])
 async def test_what_is_no_message_is_refused(method: str) -> None:
     async def garbage_stream(request: bytes, context: object) -> AsyncIterator[bytes]:
