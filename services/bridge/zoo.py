@@ -217,9 +217,8 @@ class Zoo:
         return f"no draft is connected (configured: {addresses}); the target decoded alone"
 
     def model(self, name: str) -> Model:
-        """Returns the first model with this name, of either role, even if it is away. Raises `ModelNotFound`."""
-        known = [one.known for one in self.connections if one.known]
-        return self._find(name, [*self.endpoints, *known], "model").model
+        """Returns the target with this name or, failing that, the draft, even if it is away. Raises `ModelNotFound`."""
+        return self._find(name, [one.known for one in self.connections if one.known], "model").model
 
     def of_role(self, role: model_pb2.Role.ValueType) -> list[Endpoint]:
         """Returns the usable services of a role."""

@@ -129,6 +129,19 @@ async def test_tokens_of_a_model_that_is_away_can_be_spelled() -> None:
         assert b"".join(data for _, data in (await gateway.segment("away", ["t"]))[0]) == b"away"
 
 
+async def test_a_draft_does_not_spell_the_tokens_of_a_target_of_the_same_name_that_is_away() -> None:
+    async with AsyncExitStack() as stack:
+        first = AsyncExitStack()
+        target = await first.enter_async_context(serving(trained("gpt-2", "m")))
+        draft = await stack.enter_async_context(serving(trained("llama-3", "m")))
+        gateway = await stack.enter_async_context(bridge([target], [draft]))
+        known = gateway.zoo.model("m")
+        assert known is gateway.zoo.target("m").model
+        await first.aclose()
+        await asyncio.to_thread(eventually, lambda: gateway.zoo.connections[0].state is State.AWAY)
+        assert gateway.zoo.model("m") is known
+
+
 async def test_lists_of_ids_are_no_mistake_of_the_client_while_the_target_is_away() -> None:
     async with AsyncExitStack() as stack:
         first = AsyncExitStack()
