@@ -9,7 +9,7 @@ from typing import Any
 
 from grpc import aio
 
-from bridge.errors import DraftBridgeError, EmptyPrompt, InvalidField, TokenOutOfRange
+from bridge.errors import DraftBridgeError, EmptyPrompt, InvalidField, TokenOutOfRange, require
 from bridge.generation import Delta, Finished
 from bridge.planning.planner import SpeculationParameters
 from bridge.request import MAX_STOP_STRINGS, Request, check_bytes, check_tenant
@@ -31,6 +31,8 @@ from services.version import VERSION
 _MAX_RUNNING = 100
 # Large requests are converted in a thread. One message may hold millions of values; these counts are checked before.
 _MAX_MESSAGES, _MAX_CHOICES, _MAX_NAMES = 1 << 16, 1 << 16, 64
+# The most tokens of each model in a translation: gRPC writes the answer in the event loop, and a text has millions.
+_MAX_SPANS = 1 << 18
 # The ids of a list while no model is known, whose request fails for that reason.
 _MAX_IDS = 1 << 16
 
@@ -124,8 +126,9 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
         if kind is None:
             raise InvalidField("input", "a text or token ids", "neither")
         size = len(request.text.encode()) if kind == "text" else 4 * len(request.token_ids.token_ids)
-        check_bytes(kind, size, self._gateway.prompt_limit_bytes)
-        return await run(threads_for(size), _translated, request, source, target)
+        limit = self._gateway.prompt_limit_bytes
+        check_bytes(kind, size, limit)
+        return await run(threads_for(size), _translated, request, source, target, limit)
 
 
 def _write_running(running: Running, now_ns: int) -> bridge_pb2.RunningGeneration:
@@ -140,20 +143,34 @@ def _write_running(running: Running, now_ns: int) -> bridge_pb2.RunningGeneratio
     )
 
 
-def _translated(request: bridge_pb2.TranslateRequest, source: Model, target: Model) -> bridge_pb2.TranslateResponse:
-    """Returns the text or the ids in the tokens of both models. Raises `TokenOutOfRange`."""
+def _translated(
+    request: bridge_pb2.TranslateRequest, source: Model, target: Model, limit_bytes: int
+) -> bridge_pb2.TranslateResponse:
+    """Returns the text or the ids in the tokens of both models. Raises `TokenOutOfRange` or `InvalidField`."""
     if request.HasField("text"):
-        source_ids, target_ids = (segment(one.vocabulary, request.text.encode()) for one in (source, target))
+        source_ids, target_ids = (_segmented(request.text, one) for one in (source, target))
     else:
-        source_ids = list(request.token_ids.token_ids)
+        source_ids, spelled = list(request.token_ids.token_ids), source.vocabulary.token_bytes
         for id_ in source_ids:
             if id_ >= source.vocabulary.size or id_ in source.vocabulary.missing:
                 raise TokenOutOfRange(id_, source.vocabulary.size, source.name)
+        check_bytes("token_ids", sum(len(spelled(id_)) for id_ in source_ids), limit_bytes)
+        _check_spans("token_ids", len(source_ids), source)
         target_ids = translate(source_ids, source, target)
-    return bridge_pb2.TranslateResponse(
-        source_tokens=codec.write_spans(source.vocabulary, source_ids),
-        target_tokens=codec.write_spans(target.vocabulary, target_ids),
-    )
+        _check_spans("token_ids", len(target_ids), target)
+    return codec.write_translation(source.vocabulary, source_ids, target.vocabulary, target_ids)
+
+
+def _segmented(text: str, model: Model) -> list[int]:
+    _check_spans("text", model.vocabulary.least_count(text, None, _MAX_SPANS + 1), model)
+    ids = segment(model.vocabulary, text.encode())
+    _check_spans("text", len(ids), model)
+    return ids
+
+
+def _check_spans(field: str, count: int, model: Model) -> None:
+    allowed = f"at most {_MAX_SPANS} tokens of {model.name}"
+    require(count <= _MAX_SPANS, InvalidField, field, allowed, f"at least {count}")
 
 
 def _check_counts(message: bridge_pb2.GenerateRequest, prompt_limit_bytes: int, vocabulary_size: int) -> None:

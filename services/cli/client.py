@@ -171,25 +171,25 @@ def translate(
     with importing():
         from bridge.text.translation import segment
         from services.cli.segmentation import Segmentation, show
-        from services.rpc.codec import write_spans
+        from services.rpc.codec import write_translation
         from services.store.tokenizer import read_vocabulary
 
     if server:
         with connect(server) as client:
             answer = client.translate(text, source=source, target=target)
-        rows: dict[str, Sequence[Any]] = {"from": answer.source_tokens, "to": answer.target_tokens}
     else:
-        data = _utf_8(text)
-        vocabularies = {"from": read_vocabulary(source, report), "to": read_vocabulary(target, report)}
-        rows = {row: write_spans(one, segment(one, data)) for row, one in vocabularies.items()}
+        data, one, other = _utf_8(text), read_vocabulary(source, report), read_vocabulary(target, report)
+        answer = write_translation(one, segment(one, data), other, segment(other, data))
+    rows: dict[str, Sequence[Any]] = {"from": answer.source_tokens, "to": answer.target_tokens}
     if as_json:
         for row, tokens in rows.items():
             rows[row] = [
-                {"token_id": one.token_id, "byte_offset": one.byte_offset, "bytes": one.data.hex()} for one in tokens
+                {"token_id": span.token_id, "byte_offset": span.byte_offset, "bytes": span.data.hex()}
+                for span in tokens
             ]
         print(json.dumps(rows))
     else:
-        above, below = ([one.data for one in tokens] for tokens in rows.values())
+        above, below = ([span.data for span in tokens] for tokens in rows.values())
         show(out, Segmentation(source, above), Segmentation(target, below))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bridge.errors import Unreachable, UnusableModel
+from bridge.errors import InvalidField, Unreachable, UnusableModel
 from bridge.planning.planner import Mode
 from bridge.request import Request
 from bridge.text.models import Model
@@ -140,6 +140,27 @@ async def test_a_draft_does_not_spell_the_tokens_of_a_target_of_the_same_name_th
         await first.aclose()
         await asyncio.to_thread(eventually, lambda: gateway.zoo.connections[0].state is State.AWAY)
         assert gateway.zoo.model("m") is known
+
+
+async def test_what_has_more_tokens_than_one_answer_is_not_translated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.bridge.servicer._MAX_SPANS", 1000)
+    async with AsyncExitStack() as stack:
+        target = await stack.enter_async_context(serving(trained("gpt-2")))
+        suffix = await stack.enter_async_context(serving("suffix"))
+        gateway = await stack.enter_async_context(bridge([target], [suffix]))
+        words = gateway.zoo.model("gpt-2").vocabulary
+        longest = max(range(words.size), key=lambda id_: len(words.token_bytes(id_)))
+        gateway.prompt_limit_bytes = 5000
+        for source, given, problem in (
+            ("suffix", {"text": "the " * 251}, "text must be at most 1000 tokens of suffix, got at least 1004"),
+            ("gpt-2", {"text": "the " * 251}, "text must be at most 1000 tokens of suffix"),
+            ("suffix", {"token_ids": {"token_ids": [70] * 1001}}, "token_ids must be at most 1000 tokens of suffix"),
+            ("gpt-2", {"token_ids": {"token_ids": [longest] * 900}}, "token_ids must be at most 5000 bytes long"),
+        ):
+            target = "gpt-2" if source == "suffix" else "suffix"
+            request = bridge_pb2.TranslateRequest(source=source, target=target, **given)  # type: ignore[arg-type]
+            with pytest.raises(InvalidField, match=problem):
+                await BridgeServicer(gateway).Translate(request, None)  # type: ignore[arg-type]
 
 
 async def test_lists_of_ids_are_no_mistake_of_the_client_while_the_target_is_away() -> None:
