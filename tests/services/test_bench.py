@@ -1,28 +1,35 @@
 """`draftbridge bench`: prompts of every form, what it concludes from what it measured, and a run on real processes."""
 
+import asyncio
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import grpc
 import pytest
 import typer
 from typer.testing import CliRunner
 
+from bridge.sampling.sampler import Logits
+from draftbridge import Client
 from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, model_pb2
+from services.bridge.servicer import BridgeServicer
 from services.cli import bench
 from services.cli.app import app
 from services.cli.bench import ALONE, AUTO, InvalidPrompts, Sample, read_prompts, verdict
 from services.cli.processes import Fleet, ProcessFailed, launched, pinned
 from services.cli.terminal import check_writable
+from services.engines.engine import Row
+from tests.support.zoo import bridge, hurry, serving, trained
 
 
 @pytest.mark.parametrize(
@@ -337,6 +344,36 @@ def test_a_pair_that_can_run_is_measured_by_its_name(
     assert ("draft model" in result.output) is ("used" in refusals)
     assert [one["prompt"] for one in written["failures"]] == left_out
     assert ("refused is not measured beside large: the only replica" in result.output) is ("used" not in refusals)
+
+
+async def test_both_models_have_read_a_prompt_before_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    hurry(monkeypatch)
+    of_one_core: dict[str, Any] = {"compute_units": frozenset({"core 0"}), "compute_unit_count": 1}
+    target, draft = trained("gpt-2", **of_one_core), trained("llama-3", "draft", **of_one_core)
+    read, forward = list[int](), draft.engine.forward
+
+    def recorded(rows: Sequence[Row]) -> list[Logits]:
+        read.extend(id_ for row in rows for id_ in row.token_ids)
+        return forward(rows)
+
+    monkeypatch.setattr(draft.engine, "forward", recorded)
+    pair, prompt = bridge_pb2.Pair(target="gpt-2", draft="draft"), "The quick brown fox jumps over the lazy dog"
+    async with AsyncExitStack() as stack:
+        addresses = [await stack.enter_async_context(serving(one)) for one in (target, draft)]
+        gateway = await stack.enter_async_context(bridge(addresses[:1], addresses[1:]))
+        server = grpc.aio.server()
+        bridge_pb2_grpc.add_BridgeServiceServicer_to_server(BridgeServicer(gateway), server)
+        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        stack.push_async_callback(server.stop, None)
+
+        def measured() -> None:
+            with Client(address) as client:
+                found = list(bench.measure(client, pair, [{"prompt": prompt, "category": ""}], [ALONE], 4, 0.0))
+            assert not isinstance(found[0], str), found
+
+        await asyncio.to_thread(measured)
+    assert draft.model.vocabulary.spell(read).startswith(prompt.encode())
 
 
 def test_a_bridge_without_models_is_not_measured() -> None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 from bridge.errors import DraftBridgeError
 from draftbridge import CallError, Client, Event
 from draftbridge.v1 import bridge_pb2
+from services.cli import bench
 from services.cli.terminal import writing
 
 # Descriptions of models by role ("target" or "draft") and name: one name may have two servers, which differ.
@@ -129,15 +130,14 @@ def prompt_id(prompt: Mapping[str, Any]) -> str:
 def take(client: Client, key: Key, prompt: Mapping[str, Any]) -> Sample | str:
     """Generates one text, and returns its sample, or why there is none.
 
-    Before that, both models read the prompt, so that the time excludes it. Raises `CallError` if the bridge itself does
-    not answer.
+    Before that, both models read the prompt. Raises `CallError` if the bridge itself does not answer.
     """
     options: dict[str, Any] = {"target": key.target, "draft": key.draft, "messages": prompt.get("messages")}
     options |= {"temperature": key.temperature, "seed": int(key.prompt, 16)}
     text = prompt.get("prompt")
     way = _WAYS[key.way]
     try:
-        client.generate(text, **options, max_tokens=3, speculation="off" if key.way == ALONE else "lockstep")
+        bench.warm(client, text, drafted=key.way != ALONE, **options)
         return sample_of(client.stream(text, **options, max_tokens=key.tokens, **way), key, prompt.get("category", ""))
     except CallError as error:
         client.models()
