@@ -154,10 +154,9 @@ def _bare_forwards(engine: Engine) -> Callable[[list[int]], float]:
 def _bare_torch(model: str, threads: int, device: str) -> Callable[[list[int]], float]:
     """Returns a function for the tokens per second of transformers' greedy `generate`, without reading the prompt."""
     import torch
-    from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(threads)
-    bare = AutoModelForCausalLM.from_pretrained(resolve(model), dtype=torch.bfloat16).to(device).eval()
+    bare = bare_model(model, device)
 
     def run(ids: list[int]) -> float:
         inputs = torch.tensor([ids], device=device)
@@ -173,6 +172,17 @@ def _bare_torch(model: str, threads: int, device: str) -> Callable[[list[int]], 
         return TOKENS / (seconds[1] - seconds[0])
 
     return run
+
+
+def bare_model(model: str, device: str) -> Any:
+    """Returns transformers' own model, in the type that the engine computes in by default on this machine."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from services.engines.torch.packed import computes_bfloat16
+
+    dtype = torch.bfloat16 if device != "cpu" or computes_bfloat16() else torch.float32
+    return AutoModelForCausalLM.from_pretrained(resolve(model), dtype=dtype).to(device).eval()
 
 
 def _bare_llamacpp(model: str, threads: int) -> Callable[[list[int]], float]:

@@ -73,7 +73,7 @@ def main() -> None:
         chat = {one.name: bool(one.chat_template) for one in client.models()}
         results = []
         for target in names:
-            asked = [_asked(one, chat[target]) for one in given]
+            asked = [prompts.options(one if chat[target] else prompts.plain(one)) for one in given]
             results += list(measure(client, target, names, asked, arguments))
     found = rows(results)
     Console(width=150).print(table(found))
@@ -94,14 +94,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--ways", nargs="+", default=["auto", "lockstep"])
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
-
-
-def _asked(prompt: dict[str, object], chat: bool) -> dict[str, object]:
-    """Returns the arguments of `Client.generate`. A model without a template continues the last message."""
-    messages = prompt.get("messages")
-    if isinstance(messages, list) and not chat:
-        return {"prompt": messages[-1]["content"]}
-    return {key: prompt[key] for key in ("prompt", "messages") if key in prompt}
 
 
 def measure(

@@ -55,7 +55,7 @@ class _Sequence:
         self.ids += [truth[(count + place) % len(truth)] for place in range(right + 1)]
 
 
-def speed(accepted_count: int, step_ms: Sequence[float], forward_ms: float) -> float:
+def speed(accepted_count: float, step_ms: Sequence[float], forward_ms: float) -> float:
     """Returns the tokens per second of a sequence relative to one token for each forward and no steps."""
     return (len(step_ms) + accepted_count) * forward_ms / (sum(step_ms) + len(step_ms) * forward_ms)
 
@@ -91,7 +91,7 @@ def measure(
         "p99": quantiles(times, n=100)[98],
         "missed": late / options.steps,
         "accepted per forward": accepted / count / options.steps,
-        "speed": speed(accepted // count, times, options.forward_ms),
+        "speed": speed(accepted / count, times, options.forward_ms),
     }
 
 

@@ -23,7 +23,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.delay import DelayProxy
-from benchmarks.prompts import OWN, read
+from benchmarks.prompts import OWN, plain, read
 from benchmarks.vllm_server import Completion, VllmServer, speculation, vllm_server
 from benchmarks.vllm_ways import ALWAYS, OURS, PLAIN, RECORD, WAYS
 from services.cli.processes import launched, serve
@@ -227,8 +227,7 @@ def main() -> None:
     arguments.way = arguments.way or [way for way in WAYS if way != ALWAYS]
     prompts = read(arguments.prompts, arguments.count)
     if arguments.raw:
-        prompts = [one if "prompt" in one else one | {"prompt": one["messages"][0]["content"]} for one in prompts]
-        prompts = [{key: value for key, value in one.items() if key != "messages"} for one in prompts]
+        prompts = [plain(one) for one in prompts]
     runs = Runs(prompts, arguments.max_tokens)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # ends the servers, too
     try:

@@ -7,11 +7,11 @@
         [--json FILE] [--plot FILE.png]
 
 Every prompt runs in all modes, one after the other, so that changes in the machine's speed affect all modes alike.
-"auto, learning" is `auto` for a tenant, from whose earlier outputs the bridge learns. A request before these reads the
-prompt, so that it is cached for every mode. A category's ratio is that of the times of all tokens after the first; the
-range is over prompts; tokens per second, time per token and time to the first token are medians over prompts. FILE of
-prompts: see `benchmarks.prompts`; the default is its own 12. A model without a chat template continues the last message
-of a chat as plain text.
+"auto, learning" is `auto` for a tenant, from whose earlier outputs the bridge learns. A request before these lets both
+models read the prompt, so that it is cached for every mode. A category's ratio is that of the times of all tokens after
+the first; the range is over prompts; tokens per second, time per token and time to the first token are medians over
+prompts. FILE of prompts: see `benchmarks.prompts`; the default is its own 12. A model without a chat template continues
+the last message of a chat as plain text.
 
 Rivals are other software (`benchmarks.rival_process`): transformers, transformers-assisted (with the draft and both
 tokenizers), transformers-prompt-lookup, llamacpp, llamacpp-prompt-lookup, llama-server, llama-server-draft (llama.cpp's
@@ -40,6 +40,7 @@ from benchmarks.report import ALONE, BRIDGED, LEARNING, Sample, plot, table
 from benchmarks.rivals import Entry, Rival, RivalFailed, started
 from draftbridge import Client, Generation
 from draftbridge.v1 import model_pb2
+from services.cli import bench
 from services.cli.processes import fleet
 from services.cli.terminal import DEFAULT_DRAFT, DEFAULT_TARGET
 from services.engines.cpu import core_count
@@ -70,7 +71,8 @@ def main() -> None:
         Client(running.bridge) as client,
     ):
         model = next(model for model in client.models() if model.name == arguments.target)
-        given = [_given(one, bool(model.chat_template)) for one in prompts.read(arguments.prompts, arguments.count)]
+        given = prompts.read(arguments.prompts, arguments.count)
+        given = given if model.chat_template else [prompts.plain(one) for one in given]
         spoken = Spoken.of(arguments, model, given) if arguments.rivals else None
         options = spoken.options if spoken else []
         with started(arguments.rivals, options, dict(arguments.load), _report) as rivals:
@@ -116,14 +118,6 @@ def _pair(text: str) -> tuple[str, str]:
     return Entry.parse(name).name, os.path.expanduser(path)
 
 
-def _given(prompt: dict[str, Any], chat: bool) -> dict[str, Any]:
-    """Returns the arguments of `Client.generate` and the prompt's category."""
-    given = {"category": prompt.get("category", ""), "prompt": prompt.get("prompt"), "messages": prompt.get("messages")}
-    if given["messages"] and not chat:
-        given |= {"prompt": given["messages"][-1]["content"], "messages": None}
-    return given
-
-
 @dataclass(frozen=True)
 class Spoken:
     """The prompts in the target's ids, and the options of all rivals."""
@@ -141,10 +135,11 @@ class Spoken:
         tokenizer = AutoTokenizer.from_pretrained(directory)
         prompt_ids = []
         for one in given:
-            text = one["prompt"]
-            if one["messages"]:
+            if "messages" in one:
                 text = tokenizer.apply_chat_template(one["messages"], tokenize=False, add_generation_prompt=True)
-            prompt_ids.append(list(tokenizer(text, add_special_tokens=not one["messages"])["input_ids"]))
+            else:
+                text = one["prompt"]
+            prompt_ids.append(list(tokenizer(text, add_special_tokens="prompt" in one)["input_ids"]))
         # A multiple of 256 tokens, as caches prefer, with room for candidates after the last token.
         context = -(-(max(map(len, prompt_ids)) + arguments.tokens + 32) // 256) * 256
         options = ["--model", str(directory), "--threads", str(arguments.threads), "--context", str(context)]
@@ -192,8 +187,8 @@ def _run(
 def _generated(
     client: Client, given: dict[str, Any], modes: Sequence[str], arguments: argparse.Namespace
 ) -> dict[str, Generation]:
-    asked = {"prompt": given["prompt"], "messages": given["messages"]}
-    client.generate(**asked, max_tokens=2)
+    asked = prompts.options(given)
+    bench.warm(client, drafted=arguments.draft != "none", **asked)
     options = {"max_tokens": arguments.tokens, "temperature": arguments.temperature, "seed": 1}
     own = {LEARNING: {"speculation": "auto", "tenant": "benchmark"}}
     return {mode: client.generate(**asked, **options, **own.get(mode, {"speculation": mode})) for mode in modes}

@@ -194,7 +194,7 @@ def measure(
 ) -> Iterator[list[Run]]:
     """Yields the runs of each prompt. `fresh`: `auto` runs last, as the first request of a new bridge."""
     with models(setting) as (target, draft), _bridge(target, draft) as bridge:
-        given = given if bridge.has_template(setting.target.model) else [_plain(one) for one in given]
+        given = given if bridge.has_template(setting.target.model) else [prompts.plain(one) for one in given]
         reading = Way("reading", "lockstep", 1) if draft else WAYS[0]
         for index, one in enumerate(given):
             bridge.run(index, one, reading, 4, 0.0)  # of two tokens, a draft can propose none
@@ -206,13 +206,6 @@ def measure(
                     auto = next(way for way in chosen if way.name == AUTO)
                     runs.append(newborn.run(index, one, auto, tokens, temperature))
             yield runs
-
-
-def _plain(prompt: dict[str, Any]) -> dict[str, Any]:
-    """Returns the last message of a chat as plain text, for a model without a chat template."""
-    if not prompt.get("messages"):
-        return prompt
-    return {"category": prompt["category"], "prompt": prompt["messages"][-1]["content"]}
 
 
 def about(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -216,14 +216,13 @@ def _prediction(runs: Sequence[Run]) -> str:
 
 def fresh_verdicts(runs: Sequence[Run]) -> list[str]:
     """Returns a line for the bar of first requests, and one with each request."""
-    lines, auto_ns, best_ns, token_count = [], 0.0, 0.0, 0
+    lines, auto_ns, best_ns = [], 0.0, 0.0
     for of in by_prompt(runs).values():
         fixed = max((run for name, run in of.items() if name != AUTO), key=lambda run: run.speed)
         auto = of[AUTO]
         lines.append(f"{auto.speed / fixed.speed:.2f} ({auto.category}, {fixed.way})")
         auto_ns += auto.elapsed_ns / auto.token_count
         best_ns += fixed.elapsed_ns / fixed.token_count
-        token_count += auto.token_count
     if not lines:
         return ["         no text was longer than its first pass"]
     what = "first request of a fresh bridge, auto / best fixed way on the same prompt, by the mean time of a token"

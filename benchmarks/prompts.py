@@ -12,9 +12,21 @@ from bridge.text.chat import Chat, Message
 from services.cli.bench import OWN_PROMPTS as OWN
 from services.cli.bench import read_prompts as read
 
-__all__ = ["CODE_EDITS", "OWN", "as_input", "read"]
+__all__ = ["CODE_EDITS", "OWN", "as_input", "options", "plain", "read"]
 
 CODE_EDITS = Path(__file__).with_name("code_edits.jsonl")
+
+
+def plain(prompt: dict[str, Any]) -> dict[str, Any]:
+    """Returns a prompt for a model without a chat template, which continues the last message of a chat."""
+    if "prompt" in prompt:
+        return prompt
+    return {"category": prompt["category"], "prompt": prompt["messages"][-1]["content"]}
+
+
+def options(prompt: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of `Client.generate`."""
+    return {key: prompt[key] for key in ("prompt", "messages") if key in prompt}
 
 
 def as_input(prompt: dict[str, Any]) -> str | Chat:

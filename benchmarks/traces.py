@@ -14,7 +14,6 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -55,7 +54,8 @@ def main() -> None:
         name, _, drafts = one.partition("=")
         with closing(_Models(arguments.engine, arguments.threads)) as models:
             target = models.load(name)
-            asked = [_input(prompt, target) for prompt in given]
+            chats = bool(target.model.chat_template)
+            asked = [prompts.as_input(one if chats else prompts.plain(one)) for one in given]
             texts_written = [asyncio.run(written(target, input_, arguments.tokens)) for input_ in asked]
             for draft_name in drafts.split(","):
                 draft = models.load(draft_name)
@@ -96,13 +96,6 @@ class _Models:
         from services.engines.torch.engine import TorchEngine
 
         return TorchEngine(resolve(name), threads=self._threads, slot_count=1)
-
-
-def _input(prompt: dict[str, Any], target: LoadedModel) -> str | Chat:
-    found = prompts.as_input(prompt)
-    if isinstance(found, Chat) and not target.model.chat_template:
-        return found.messages[-1].content
-    return found
 
 
 async def written(target: LoadedModel, input_: str | Chat, tokens: int) -> tuple[bytes, int]:

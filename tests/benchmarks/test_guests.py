@@ -5,6 +5,7 @@ import socket
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
@@ -93,3 +94,16 @@ def test_answers_that_come_between_two_steps_are_late_ones() -> None:
     options = argparse.Namespace(prompt=4, warm=3, steps=6, forward_ms=0.0)
     found = guest_steps.measure(Late(), list(range(40)), 1, 2.0, options)  # type: ignore[arg-type]
     assert found["missed"] == 1.0
+
+
+def test_the_speed_counts_what_only_some_of_the_sequences_gained() -> None:
+    class OfTheFirst:
+        counts = CandidateCounts()
+
+        def step(self, sequences: list[SequenceStep], *, ended: Sequence[int] = (), deadline: float) -> dict:
+            return {one.sequence_id: SimpleNamespace(token_ids=(len(one.token_ids),)) for one in sequences[:1]}
+
+    options = argparse.Namespace(prompt=4, warm=0, steps=5, forward_ms=2.0)
+    found = guest_steps.measure(OfTheFirst(), list(range(400)), 2, 2.0, options)  # type: ignore[arg-type]
+    assert found["accepted per forward"] == 0.5
+    assert found["speed"] == pytest.approx(1.5, rel=0.05)

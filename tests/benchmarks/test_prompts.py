@@ -4,7 +4,7 @@ import ast
 import re
 from collections import Counter
 
-from benchmarks.prompts import CODE_EDITS, OWN, read
+from benchmarks.prompts import CODE_EDITS, OWN, options, plain, read
 
 
 def test_our_own_prompts() -> None:
@@ -26,3 +26,10 @@ def test_the_code_edits() -> None:
             ast.parse(code)
         for name in re.findall(r"`(\w+)`", request.partition(" to ")[0])[:1]:
             assert name in code, "what to change is in the code"
+
+
+def test_a_model_without_a_template_continues_the_last_message() -> None:
+    chat = {"category": "qa", "messages": [{"role": "user", "content": text} for text in ("one", "two")]}
+    text = {"category": "qa", "prompt": "three"}
+    assert plain(chat) == {"category": "qa", "prompt": "two"} and plain(text) is text
+    assert options(chat) == {"messages": chat["messages"]} and options(text) == {"prompt": "three"}
