@@ -21,6 +21,8 @@ Report = Callable[[str], None]
 _SOURCE = "gguf.sha256"
 # A scratch directory whose process has ended may be deleted after this time: it locks one that it has just made.
 _LOCK, _STALE_SECONDS = "lock", 60
+# File systems allow 255 bytes.
+_MAX_NAME_BYTES = 200
 # A disk with fewer free bytes is full. A file that did not fit may have left a little room.
 _FULL_BYTES = 1 << 24
 
@@ -120,6 +122,11 @@ def making(final: Path) -> Iterator[Path]:
     locks = cache_directory() / ".partial"
     with writing(locks, "the model"), FileLock(locks / f"{final.name}.lock"), scratch_directory() as scratch:
         yield scratch
+
+
+def shortened(name: str) -> str:
+    """Returns the beginning of a model's name that leaves room for what the cache adds to it in names of files."""
+    return name.encode()[:_MAX_NAME_BYTES].decode(errors="ignore")
 
 
 def settle(finished: Path, final: Path) -> None:

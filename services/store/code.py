@@ -29,10 +29,10 @@ def refuse_code(directory: Path) -> None:
         )
     for index in directory.glob("*.safetensors.index.json"):
         files = _object(index).get("weight_map")
-        for file in set(files.values()) if isinstance(files, dict) else ():
-            if not str(file).endswith(".safetensors") or Path(str(file)).name != file:
+        for file in set(map(str, files.values())) if isinstance(files, dict) else ():
+            if not file.endswith(".safetensors") or Path(file).name != file:
                 raise UnusableModel(
-                    f"{index} names weights that are not safetensors of this directory ({str(file)[:100]!r}): save the "
+                    f"{index} names weights that are not safetensors of this directory ({file[:100]!r}): save the "
                     "model again with save_pretrained",
                     model=directory,
                 )

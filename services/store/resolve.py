@@ -25,6 +25,7 @@ from services.store.cache import (
     name_revision,
     reading,
     settle,
+    shortened,
     source_of,
     writing,
 )
@@ -215,7 +216,7 @@ def _gguf(path: Path, name: str, sha256: str | None, weights: str, report: Repor
     """
     with reading(path):
         digest = sha256 or check_gguf(path)
-    name = name if sha256 else f"{name}-{digest[:12]}"
+    name = name if sha256 else f"{shortened(name)}-{digest[:12]}"
     if kept := _in_cache(name, digest, weights):
         return kept
     final = cache_directory() / f"{name}{_KEPT[weights][0]}"

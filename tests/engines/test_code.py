@@ -82,8 +82,8 @@ def test_pickled_weights_are_not_read(directory: Path, trace: Path, capfd: pytes
     assert trace.exists()
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "../elsewhere/model.safetensors"])
-def test_an_index_names_only_safetensors_of_the_directory(directory: Path, trace: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "../elsewhere/model.safetensors", ["a", "list"]])
+def test_an_index_names_only_safetensors_of_the_directory(directory: Path, trace: Path, name: object) -> None:
     with_pickle(directory, trace)
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"weight": name}}))
     with pytest.raises(UnusableModel, match="not safetensors of this directory"):

@@ -187,7 +187,7 @@ def test_an_engine_that_reads_gguf_needs_no_converted_weights(
 @pytest.mark.usefixtures("warm_conversion")
 def test_a_gguf_file_may_have_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRAFTBRIDGE_CACHE", str(tmp_path / "cache"))
-    file, other = tmp_path / "sha256-0123", tmp_path / "sha256-4567"
+    file, other = tmp_path / f"sha256-{'0123' * 60}", tmp_path / "sha256-4567"
     gguf.write_qwen(file)
     other.write_bytes(b"a license")
     assert has_gguf(str(file)) and resolve_gguf(str(file)) == file

@@ -75,6 +75,10 @@ def test_only_models_with_samples_must_be_the_same(tmp_path: Path, taken: list[A
         path.write_text(text)
         with pytest.raises(InvalidSamples, match=problem):
             SampleFile(path, MODELS)
+    path.write_bytes(b"\xff")
+    for unreadable in (path, tmp_path):
+        with pytest.raises(InvalidSamples, match="cannot be read"):
+            SampleFile(unreadable, MODELS)
 
 
 class Bridge:

@@ -189,7 +189,10 @@ class SampleFile:
         self.samples: dict[Key, Sample] = {}
         self.failures: dict[Key, str] = {}
         self._models: dict[tuple[str, str], Any] = {}
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        try:
+            text = path.read_text(encoding="utf-8") if path.exists() else ""
+        except (OSError, ValueError) as error:
+            raise self._invalid(f"cannot be read ({error})") from error
         whole = text[: text.rfind("\n") + 1]  # the process may have been killed while it wrote
         if whole != text:
             path.write_text(whole, encoding="utf-8")

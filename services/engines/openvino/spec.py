@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from bridge.errors import UnusableModel
 from services.child import bound_command, environment_before
 from services.engines.spec import Dtype, EngineOptions, EngineSpec, Weights
-from services.store.cache import Report, cache_directory, check_space, fingerprint, making, settle
+from services.store.cache import Report, cache_directory, check_space, fingerprint, making, settle, shortened
 from services.store.resolve import default_name, resolve
 
 if TYPE_CHECKING:  # it loads numpy, which few commands need
@@ -30,7 +30,7 @@ def convert(directory: Path, name: str, weights: str, report: Report = lambda te
     Converts once, in a child process, and keeps the result in the cache. Raises `UnusableModel`, `CacheUnusable` or
     `NoSpace`.
     """
-    final = cache_directory() / f"{name}-{fingerprint(directory)}-openvino{_FORMAT}-{weights}"
+    final = cache_directory() / f"{shortened(name)}-{fingerprint(directory)}-openvino{_FORMAT}-{weights}"
     converted_file = final / "model.xml"
     if not converted_file.is_file():
         with making(final) as scratch:
