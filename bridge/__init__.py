@@ -11,8 +11,7 @@ this order, which is also a good order to read them in::
     measuring/   what forwards cost and how often candidates are right: costs, chances, draft_estimates
     sources/     where candidates come from: source (the port), grammar, draft, source_set; prompt lookup:
                  token_lookup, suffix_index -> suffix; earlier outputs: ngrams -> learned
-    planning/    chooses a source and a number of tokens: prediction -> estimates -> planner; choice of a draft among
-                 several
+    planning/    chooses a source and a number of tokens: prediction -> estimates -> planner
     speculation  the sources, the planner and the present plan of one sequence: what its next pass gets
     target_link  sends offers to the target and checks its passes
     loop         the verification loop: take a pass, commit it, inform the sources, plan, send candidates

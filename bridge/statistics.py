@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bridge.planning.choice import DraftChoice, PairRecord
 from bridge.planning.prediction import Plan
 from bridge.sources.source import DRAFT, CandidateSource, Outcome
 
@@ -39,6 +38,30 @@ class PlanStatistics:
 
 
 @dataclass
+class DraftPasses:
+    """Counts the passes by which drafts are judged: those with candidates of a draft only, or with none.
+
+    `plain_passes`: their time, in times of a plain pass of the target under the same load.
+    """
+
+    pass_count: int = 0
+    token_count: int = 0
+    plain_passes: float = 0.0
+
+
+@dataclass(frozen=True)
+class DraftChoice:
+    """The choice of a draft. `second_best` is empty if that is the target alone; speeds are in bytes per second."""
+
+    draft: str
+    bytes_per_second: float
+    second_best: str
+    second_best_bytes_per_second: float
+    explores: bool
+    request_count: float
+
+
+@dataclass
 class Statistics:
     """Counts what a generation did. Token counts are in the target's tokens, times in nanoseconds."""
 
@@ -59,8 +82,8 @@ class Statistics:
     current_plan: str = ""
     sources: dict[str, SourceStatistics] = field(default_factory=dict)
     plans: dict[str, PlanStatistics] = field(default_factory=dict)
-    # The passes by which drafts are judged, without the first one.
-    draft_passes: PairRecord = field(default_factory=PairRecord)
+    # Without the first pass.
+    draft_passes: DraftPasses = field(default_factory=DraftPasses)
     # The names of the drafts that took part, in order, and why the first one was chosen.
     drafts: list[str] = field(default_factory=list)
     draft_choice: DraftChoice | None = None
@@ -124,7 +147,7 @@ class Statistics:
         counted.predicted_ns += plan.prediction.ns
         counted.plain_ns += len(result.token_ids) * plan.plain_ns
         self.current_plan = plan.description
-        # Under such a plan, a pass may have candidates of another source all the same.
+        # Prompt lookup shows nothing about a draft. A pass may have its candidates whatever the plan is.
         if plan.plain_ns and plan.source in ("", DRAFT) and set(outcome.tried.sources) <= {DRAFT}:
             self.draft_passes.pass_count += 1
             self.draft_passes.token_count += len(result.token_ids)

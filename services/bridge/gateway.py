@@ -11,7 +11,6 @@ import grpc
 
 from bridge.errors import DraftBridgeError, ProtocolViolation
 from bridge.generation import Delta, Finished, Started, generate
-from bridge.planning.choice import DraftChooser
 from bridge.ports import Proposal, TextGrammar
 from bridge.request import Request, check, check_bytes, check_size
 from bridge.sampling.sampler import SamplingParameters
@@ -24,6 +23,7 @@ from bridge.text.translation import segment
 from bridge.threads import run, threads_for
 from draftbridge.v1 import model_pb2
 from services.bridge.backend import Opened, ServedModel, ServiceState
+from services.bridge.draft_choice import DraftChooser
 from services.bridge.endpoint import Endpoint
 from services.bridge.listing import read_states
 from services.bridge.pairing import Pairing, Wish

@@ -13,7 +13,7 @@ from threading import Semaphore
 from time import monotonic, sleep, time
 from typing import Any
 
-from bridge.planning.choice import FADE, PairRecord, RecordKey
+from services.bridge.draft_choice import FADE, PairRecord, RecordKey
 
 _log = logging.getLogger(__name__)
 

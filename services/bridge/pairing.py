@@ -10,13 +10,13 @@ from cachetools import LRUCache
 from bridge.errors import DraftBridgeError, InvalidField, ProtocolViolation, Unreachable
 from bridge.generation import Finished
 from bridge.measuring.costs import Ewma
-from bridge.planning.choice import Candidate, DraftChoice, DraftChooser, Expectation, PairRecord, predicted_gain
 from bridge.planning.planner import Mode
 from bridge.request import Request
 from bridge.sources.source import DRAFT
-from bridge.statistics import SourceStatistics, Statistics
+from bridge.statistics import DraftChoice, SourceStatistics, Statistics
 from bridge.text.vocabulary import Vocabulary
 from draftbridge.v1 import model_pb2
+from services.bridge.draft_choice import Candidate, DraftChooser, Expectation, PairRecord, predicted_gain
 from services.bridge.endpoint import Endpoint, key_of
 from services.bridge.pauses import Pauses
 from services.bridge.replicas import Balancer, is_broken, is_of_replica
@@ -164,8 +164,8 @@ class Assignment:
 def _shown(statistics: Statistics) -> PairRecord:
     """Returns what a request has shown about its drafts so far."""
     drafted = statistics.sources.get(DRAFT) or SourceStatistics(DRAFT)
-    return replace(
-        statistics.draft_passes,
+    return PairRecord(
+        **vars(statistics.draft_passes),
         candidate_count=drafted.num_draft_tokens,
         accepted_count=drafted.num_accepted_tokens,
         accepted_byte_count=drafted.accepted_byte_count,

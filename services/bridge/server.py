@@ -5,9 +5,9 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
 
-from bridge.planning.choice import DraftChooser
 from bridge.sources.ngrams import NgramMemory
 from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, candidate_pb2, candidate_pb2_grpc
+from services.bridge.draft_choice import DraftChooser
 from services.bridge.gateway import Gateway
 from services.bridge.guests import CandidateServicer
 from services.bridge.pair_memory import PairMemory

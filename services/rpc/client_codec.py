@@ -5,9 +5,8 @@ from dataclasses import fields
 from typing import Any
 
 from bridge.generation import Delta, Finished
-from bridge.planning.choice import DraftChoice
 from bridge.request import Request
-from bridge.statistics import PlanStatistics, SourceStatistics, Statistics
+from bridge.statistics import DraftChoice, PlanStatistics, SourceStatistics, Statistics
 from bridge.text.chat import Chat
 from bridge.text.stream import Span
 from draftbridge.v1 import bridge_pb2

@@ -7,13 +7,12 @@ import pytest
 
 from bridge.errors import InvalidField
 from bridge.generation import Delta, Finished
-from bridge.planning.choice import DraftChoice
 from bridge.planning.planner import Mode, SpeculationParameters
 from bridge.ports import FinishReason, Logprob
 from bridge.request import Request
 from bridge.sampling.grammar import Grammar, GrammarKind
 from bridge.sampling.sampler import SamplingParameters
-from bridge.statistics import PlanStatistics, SourceStatistics, Statistics
+from bridge.statistics import DraftChoice, PlanStatistics, SourceStatistics, Statistics
 from bridge.text.chat import Chat, Message
 from bridge.text.stream import Span
 from draftbridge.messages import generate_request

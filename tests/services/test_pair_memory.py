@@ -9,8 +9,8 @@ from time import monotonic
 
 import pytest
 
-from bridge.planning.choice import PairRecord, RecordKey
 from services.bridge import pair_memory
+from services.bridge.draft_choice import PairRecord, RecordKey
 from services.bridge.pair_memory import PairMemory
 
 KEY = RecordKey("target|1", "draft|2", "code")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge.planning.choice import Candidate, DraftChooser, PairRecord, RecordKey, predicted_gain
+from services.bridge.draft_choice import Candidate, DraftChooser, PairRecord, RecordKey, predicted_gain
 
 A, B, C = (Candidate(name, f"{name}-key", 1.2) for name in "abc")
 
@@ -130,7 +130,7 @@ def test_predictions_follow_the_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     steep = [(1, 10_000_000), (2, 20_000_000), (8, 80_000_000)]
     assert predicted_gain(steep, flat, competes=False) < good
     assert predicted_gain((), flat, competes=False) == predicted_gain(target, (), competes=False) == 1.0
-    monkeypatch.setattr("bridge.planning.choice._PRIOR_CHANCE", 0.9)
+    monkeypatch.setattr("services.bridge.draft_choice._PRIOR_CHANCE", 0.9)
     assert predicted_gain(target, flat, competes=False) > good
-    monkeypatch.setattr("bridge.planning.choice._PRIOR_CHANCE", 0.05)
+    monkeypatch.setattr("services.bridge.draft_choice._PRIOR_CHANCE", 0.05)
     assert predicted_gain(target, flat, competes=False) == 1.0

@@ -15,6 +15,7 @@ from cachetools import LRUCache
 
 from bridge.measuring.costs import MAX_WIDTH, PRIOR_HOP_NS, PRIOR_ROUND_TRIP_NS, PRIOR_SLOWDOWN, WidthCost
 from bridge.planning.prediction import DraftCosts, TargetCosts, ahead, in_turns
+from bridge.statistics import DraftChoice
 
 # The factor by which each request reduces the weight of earlier ones of its record.
 FADE = 0.98
@@ -44,8 +45,7 @@ class RecordKey(NamedTuple):
 class PairRecord:
     """What requests of one kind have shown about a pair. All counts fade: older requests count less.
 
-    Only passes with candidates of the draft, or without any, count: prompt lookup shows nothing about a draft.
-    `plain_passes`: the time of these passes, in times of a plain pass of the target under the same load.
+    `pass_count`, `token_count`, `plain_passes`: see `DraftPasses`.
     """
 
     request_count: float = 0.0
@@ -90,18 +90,6 @@ class Expectation:
     def optimistic_gain(self) -> float:
         """Returns a gain that the pair hardly exceeds."""
         return self.gain + 2.0 * _DEVIATION / sqrt(self.request_count + _PRIOR_REQUESTS)
-
-
-@dataclass(frozen=True)
-class DraftChoice:
-    """The choice of a draft. `second_best` is empty if that is the target alone; speeds are in bytes per second."""
-
-    draft: str
-    bytes_per_second: float
-    second_best: str
-    second_best_bytes_per_second: float
-    explores: bool
-    request_count: float
 
 
 class DraftChooser:
