@@ -100,17 +100,6 @@ def check_tenant(tenant: str, prefix_count: int) -> None:
     require(fits, InvalidField, "tenant", f"at most {MAX_TENANT_LENGTH} characters long", len(tenant))
 
 
-def check_size(request: Request, limit_bytes: int) -> None:
-    """Raises `InvalidField` for an input that would take long to tokenize."""
-    check_bytes("the prompt", request.input_byte_count, limit_bytes)
-
-
-def check_bytes(field: str, size: int, limit_bytes: int) -> None:
-    """Raises `InvalidField` for a field of more bytes than a bridge takes."""
-    allowed = f"at most {limit_bytes} bytes long on this bridge (--prompt-limit)"
-    require(size <= limit_bytes, InvalidField, field, allowed, size)
-
-
 def render(request: Request, model: Model, source: Model) -> Rendering:
     """Returns the request's input in `model`'s tokens. `source` is the target; an input of ids is in its vocabulary."""
     match request.input:

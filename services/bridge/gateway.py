@@ -9,10 +9,10 @@ from typing import NoReturn
 
 import grpc
 
-from bridge.errors import DraftBridgeError, ProtocolViolation
+from bridge.errors import DraftBridgeError, InvalidField, ProtocolViolation, require
 from bridge.generation import Delta, Finished, Started, generate
 from bridge.ports import Proposal, TextGrammar
-from bridge.request import Request, check, check_bytes, check_size
+from bridge.request import Request, check
 from bridge.sampling.sampler import SamplingParameters
 from bridge.sources.learned import LearnedSource
 from bridge.sources.ngrams import NgramMemory
@@ -85,6 +85,12 @@ class Running:
     def draft(self) -> str:
         """Returns the draft that took over last, or ""."""
         return next(reversed(self.statistics.drafts), "")
+
+
+def check_bytes(field: str, size: int, limit_bytes: int) -> None:
+    """Raises `InvalidField` for a field that would take long to tokenize."""
+    allowed = f"at most {limit_bytes} bytes long on this bridge (--prompt-limit)"
+    require(size <= limit_bytes, InvalidField, field, allowed, size)
 
 
 class BalancedDrafter(RemoteDrafter):
@@ -225,7 +231,7 @@ class Gateway:
             if self.counts.active > self._max_requests:
                 raise BridgeBusy(self._max_requests)
             check(request)
-            check_size(request, self.prompt_limit_bytes)
+            check_bytes("the prompt", request.input_byte_count, self.prompt_limit_bytes)
             target = self.zoo.target(target_name)
             grammar = await self._grammar(request, target)
             prompt = blocks_of(request)

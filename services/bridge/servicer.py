@@ -12,14 +12,14 @@ from grpc import aio
 from bridge.errors import DraftBridgeError, EmptyPrompt, InvalidField, TokenOutOfRange, require
 from bridge.generation import Delta, Finished
 from bridge.planning.planner import SpeculationParameters
-from bridge.request import MAX_STOP_STRINGS, Request, check_bytes, check_tenant
+from bridge.request import MAX_STOP_STRINGS, Request, check_tenant
 from bridge.text.chat import Chat
 from bridge.text.models import Model
 from bridge.text.translation import segment, translate
 from bridge.threads import run, threads_for
 from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc
 from services.bridge.backend import Opened
-from services.bridge.gateway import Gateway, Running
+from services.bridge.gateway import Gateway, Running, check_bytes
 from services.bridge.listing import write_pair, write_service
 from services.bridge.pairing import Wish
 from services.logs import request_id
