@@ -185,7 +185,7 @@ class RequestEstimates:
         self._lacking_ns = 0.0
         # Whether the pass before accepted a branch: its token is not in the target's cache, so the next one runs it.
         self._runs_branch_again = False
-        # The passes since the present draft joined.
+        # The passes since the present draft joined, and whether one of them was a trial of it.
         self.draft_pass_count, self._tried_draft = 0, False
 
     def use_target(self, shared: TargetEstimates) -> None:
@@ -196,7 +196,7 @@ class RequestEstimates:
 
     def use_draft(self, draft: DraftEstimates) -> None:
         """Goes on with a draft, perhaps in place of another one."""
-        self.draft, self.draft_pass_count = draft, 0
+        self.draft, self.draft_pass_count, self._tried_draft = draft, 0, False
         self.chances[DRAFT] = RequestChances(draft.chances)
         self.positions = RequestChances(draft.positions, _HOPE)
 
@@ -249,11 +249,11 @@ class RequestEstimates:
             costs.widths.forget(width)
         if plan.runs_ahead and self.draft:
             # Beside a draft on the same cores, a pass measures the slowdown only, if the time of one alone is known.
-            # Beside a draft elsewhere, a later change comes from the growing text.
-            grows = not self.draft.competes and self.draft.slowdown_is_known
-            if not grows and (self.forward.known or (self.draft.competes and self.forward.single_ns)):
-                self.draft.observe_slowdown(taken_ns / self.forward.of(width))
-            if grows or not (self.draft.competes or self.forward.known):
+            # Beside a draft elsewhere, the first passes do; a later change comes from the growing text.
+            if self.draft.competes or (self.forward.known and not self.draft.slowdown_is_known):
+                if self.forward.single_ns:
+                    self.draft.observe_slowdown(taken_ns / self.forward.of(width))
+            else:
                 self.forward.observe(width, taken_ns / self.draft.slowdown.value)
         else:
             self.forward.observe(width, taken_ns)

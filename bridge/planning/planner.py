@@ -100,6 +100,8 @@ class Planner:
         self.mode = parameters.mode
         self.max_wait_ns, self.is_shared = inf, False
         self._number = parameters.num_assistant_tokens
+        # The number of draft tokens in every turn, if the user chose it.
+        self._fixed_number = self._number if self.mode is Mode.LOCKSTEP else None
         self.estimates = estimates
 
     def plan(self, offers: Sequence[Offer], state: DraftState | None, room: int = _LEADS[-1]) -> Plan:
@@ -313,11 +315,6 @@ class Planner:
         """Returns how long the target may wait for candidates that the bridge already has; 0 if that gained little."""
         gains = self.estimates.waiting_gain.value > _WAITING_MARGIN * costs.hop_ns
         return max(_PATIENCE_FACTOR * costs.hop_ns, _MIN_PATIENCE_NS) if gains else 0.0
-
-    @property
-    def _fixed_number(self) -> int | None:
-        """Returns the number of draft tokens in every turn, if the user chose it."""
-        return self._number if self.mode is Mode.LOCKSTEP else None
 
     @property
     def _slowdown(self) -> float:

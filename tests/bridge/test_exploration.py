@@ -8,8 +8,9 @@ import pytest
 from bridge.measuring import costs
 from bridge.planning.estimates import RequestEstimates, TargetEstimates
 from bridge.planning.planner import Mode, Planner, SpeculationParameters
+from bridge.planning.prediction import Plan, Prediction
 from bridge.ports import Pass, Proposal
-from bridge.sources.source import DraftState, Offer, Outcome
+from bridge.sources.source import DRAFT, DraftState, Offer, Outcome
 from tests.support.simulated import FLAT, HOPELESS, MS, STEEP, Simulated, measured
 
 
@@ -164,3 +165,14 @@ def test_a_draft_that_never_pays_is_tried_ever_less_often() -> None:
     # A pass that uses the draft for its predicted speed resets the interval.
     Simulated(TargetEstimates(measured(FLAT)), FLAT, 0.9, draft=draft).run(20)
     assert draft.trial_interval == 500
+
+
+def test_each_draft_of_a_request_has_a_trial_of_its_own() -> None:
+    shared = TargetEstimates(measured(FLAT))
+    drafts = [shared.draft(name, [(1, MS)]) for name in ("first", "second")]
+    estimates = RequestEstimates(shared)
+    trial = Plan("draft in turns", Prediction(1.0, 10.0 * MS), is_trial=True, source=DRAFT)
+    for draft in drafts:
+        estimates.use_draft(draft)
+        estimates.observe(Outcome(Pass(0, (1,), 0, 1), Offer((2,), (DRAFT,), (0.5,)), (b"abcd",)), trial)
+    assert [draft.trial_interval for draft in drafts] == [1000, 1000]
