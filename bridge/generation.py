@@ -182,9 +182,8 @@ def _prepared(request: Request, model: Model) -> tuple[Rendering, int | None]:
     Also returns the id that is proposed for the end of the text; in a chat, that of the end of the assistant's turn.
     """
     check(request, model.has_all)
-    end_id = next(iter(model.special_ids.eos), None)
-    if isinstance(request.input, Chat):
-        end_id = end_of_turn(model) or end_id
+    is_chat = isinstance(request.input, Chat)
+    end_id = end_of_turn(model) if is_chat else next(iter(model.special_ids.eos), None)
     return render(request, model, model), end_id
 
 

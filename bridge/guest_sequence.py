@@ -90,8 +90,9 @@ class GuestSequence:
         parameters = SpeculationParameters(sources=shared.sources)
         sources = open_sources(self._opening, parameters.allows)
         self._estimates = RequestEstimates(shared.estimates, sources)
-        end_id = (end_of_turn(model) if model.run_template else None) or next(iter(model.special_ids.eos), None)
-        self._sources = SourceSet(sources, model, end_id, on_draft=lambda draft: self._estimates.use_draft(draft.times))
+        self._sources = SourceSet(
+            sources, model, end_of_turn(model), on_draft=lambda draft: self._estimates.use_draft(draft.times)
+        )
         self._news = asyncio.Event()
         self._sources.start(self._news.set)
         planner = Planner(parameters, self._estimates)

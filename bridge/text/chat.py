@@ -132,16 +132,17 @@ def render_ids_for(model: Model, ids: Sequence[int], source: Model) -> Rendering
 
 
 def end_of_turn(model: Model) -> int | None:
-    """Returns the id that ends the assistant's turn in the model's template; None if the template shows none now."""
+    """Returns the id that ends the assistant's turn in the model's template, or else the first that ends a text."""
     try:
-        return _shown_end_of_turn(model)
+        shown = _shown_end_of_turn(model)
     except DraftBridgeError:  # the process for templates is busy, so the next call tries again
-        return None
+        shown = None
+    return next(iter(model.special_ids.eos), None) if shown is None else shown
 
 
 @derived
 def _shown_end_of_turn(model: Model) -> int | None:
-    if not model.chat_template:
+    if not (model.chat_template and model.run_template):
         return None
     chat = Chat((Message("user", "a"), Message("assistant", "b")))
     found = tried(model, chat, add_generation_prompt=False)

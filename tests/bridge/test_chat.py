@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Tokenizer, normalizers
 
 from bridge import request as request_module
 from bridge.errors import InvalidField, UnusableModel
+from bridge.generation import _prepared
 from bridge.request import Request
 from bridge.text.chat import (
     Chat,
@@ -163,12 +164,15 @@ def test_a_control_token_of_one_character_stays_plain_too(kind: str, contents: l
 
 
 def test_the_end_of_a_turn_is_what_the_template_ends_it_with() -> None:
-    of = replace(tiny.model("byte_level"), special_ids=SpecialIds(bos=1, eos=(2, 3), pad=0))
+    of = replace(tiny.model("byte_level"), special_ids=SpecialIds(bos=1, eos=(2, 3, 0)))
     ends = "{% for m in messages %}<bos>{{ m.content }}<turn>\n{% endfor %}"
     assert end_of_turn(replace(of, chat_template=ends)) == 3
     assert end_of_turn(replace(of, chat_template=ends.replace("<turn>", "<eos>"))) == 2
-    assert end_of_turn(replace(of, chat_template="{{ nothing.at.all }}")) is None
-    assert end_of_turn(of) is None
+    padded = replace(of, chat_template=ends.replace("<turn>", of.vocabulary.name(0)))
+    assert end_of_turn(padded) == _prepared(Request(Chat((Message("user", "a"),))), padded)[1] == 0
+    assert end_of_turn(replace(of, chat_template="{{ nothing.at.all }}")) == 2, "the first that ends a text"
+    assert end_of_turn(of) == 2
+    assert end_of_turn(replace(of, special_ids=SpecialIds())) is None
 
 
 def test_a_busy_sandbox_hides_the_end_of_a_turn_only_for_a_moment() -> None:
@@ -179,8 +183,8 @@ def test_a_busy_sandbox_hides_the_end_of_a_turn_only_for_a_moment() -> None:
             raise SandboxBusy("8 other templates are running")
         return run_template(template, variables, marks, shield)
 
-    of = replace(tiny.model("byte_level"), chat_template=TEMPLATE, run_template=run)
-    assert end_of_turn(of) is None
+    of = replace(tiny.model("byte_level"), special_ids=SpecialIds(eos=(3, 2)), chat_template=TEMPLATE, run_template=run)
+    assert end_of_turn(of) == 3
     is_busy = False
     assert end_of_turn(of) == 2
 
@@ -199,10 +203,10 @@ def test_a_template_that_took_too_long_once_is_asked_again(first: int) -> None:
         "{% for m in messages %}{% if m.role != 'developer' %}{{ m.content }}"
         "{% for call in m.tool_calls or [] %}{{ call.function.arguments }}{% endfor %}<eos>{% endif %}{% endfor %}"
     )
-    of = replace(tiny.model("byte_level"), chat_template=template, run_template=run)
+    of = replace(tiny.model("byte_level"), special_ids=SpecialIds(eos=(3, 2)), chat_template=template, run_template=run)
     probe = (end_of_turn, _drops_developer, _needs_objects)[first]
     with suppress(TemplateLimitExceeded):
-        assert probe(of) is None
+        assert probe(of) == 3, "the first that ends a text"
     stalled = False
     assert probe(of) == (2, True, False)[first]
 
