@@ -26,14 +26,15 @@ class TextStream:
         self._stop = tuple(stop)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
+        # The sources of the bytes that are not decoded yet, and of those of the text that `spans` was not asked for.
+        self._undecoded: list[str] = []
         self._sources: list[str] = []
         self.stopped = False
 
     def push(self, data: bytes, source: str = "", *, final: bool = False) -> str:
         """Takes bytes that `source` proposed and returns the text that can be sent, which is all of it if `final`."""
         assert not self.stopped
-        self._sources += [source] * len(data)
-        self._held += self._decoder.decode(data, final)
+        self._held += self._decoded(data, source, final)
         found = [(start + len(stop), start) for stop in self._stop if (start := self._held.find(stop)) >= 0]
         if found:
             self.stopped = True
@@ -45,10 +46,22 @@ class TextStream:
     def spans(self, text: str) -> tuple[Span, ...]:
         """Returns the sources of text that `push` returned. Must be called once for each piece of text, in order."""
         count = len(text.encode())
-        # A replacement character has more bytes than the byte that it replaces.
-        names = self._sources[:count] + [""] * (count - len(self._sources))
+        names = self._sources[:count]
         del self._sources[:count]
         return tuple(Span(name, len(list(run))) for name, run in groupby(names))
+
+    def _decoded(self, data: bytes, source: str, final: bool) -> str:
+        """Returns the whole characters so far, and notes the source of each byte of them."""
+        self._undecoded += [source] * len(data)
+        text = self._decoder.decode(data, final)
+        names = self._undecoded[: len(self._undecoded) - len(self._decoder.getstate()[0])]
+        del self._undecoded[: len(names)]
+        if missing := len(text.encode()) - len(names):
+            # A replacement character has more bytes than the invalid ones that it replaces, and their source.
+            place = len(text[: text.index("\ufffd")].encode())
+            names[place:place] = [names[place]] * missing
+        self._sources += names
+        return text
 
     def _stop_prefix_length(self) -> int:
         """Returns the length of the longest end of the held text with which a stop string begins."""

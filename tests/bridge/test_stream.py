@@ -23,7 +23,9 @@ def test_pieces_give_the_text_before_the_stop_that_is_complete_first(
     stream, sent, position, index = TextStream(stop), "", 0, 0
     while position < len(data) and not stream.stopped:
         size = cuts[index % len(cuts)]
-        sent += stream.push(data[position : position + size])
+        piece = stream.push(data[position : position + size])
+        assert sum(span.byte_count for span in stream.spans(piece)) == len(piece.encode())
+        sent += piece
         assert expected.startswith(sent)
         position, index = position + size, index + 1
     if not stream.stopped:
@@ -63,3 +65,13 @@ def test_each_byte_of_text_has_the_source_that_proposed_it() -> None:
     assert stream.spans(text) == (Span("draft", 1), Span("suffix", 2))
     text = stream.push(b"c\xff")
     assert stream.spans(text) == (Span("suffix", 1), Span("", 4)), "a replacement character is longer than its byte"
+
+
+def test_what_replaces_invalid_bytes_has_their_source() -> None:
+    stream = TextStream(["##"])
+    text = stream.push("東".encode()[:2], "draft") + stream.push(b"ab", "suffix") + stream.push(b"\xff#", "draft")
+    assert text == "\ufffdab\ufffd"
+    assert stream.spans(text) == (Span("draft", 3), Span("suffix", 2), Span("draft", 3))
+    text = stream.push("é".encode()[:1], "suffix") + stream.push(b"", final=True)
+    assert text == "#\ufffd"
+    assert stream.spans(text) == (Span("draft", 1), Span("suffix", 3))
