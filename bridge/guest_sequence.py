@@ -260,8 +260,8 @@ class GuestSequence:
             speculation.planner.is_shared = not alone
             if not alone:
                 speculation.planner.max_wait_ns = 0.0
-            elif self._plan is speculation.plan:  # the engine's next forward is the trial, if it is one
-                speculation.planner.begin(self._plan)
+            elif self._plan.is_trial and self._plan is speculation.plan:  # the engine reports it only later
+                self._estimates.shared.idle_pass_counts[self._plan.source] = 0
             if not self._refreshed:
                 self._refresh()
             await speculation.replan(max(self.room, 1))

@@ -89,7 +89,7 @@ class SpeculationParameters:
 
 
 class Planner:
-    """Plans the passes of one request, from its `estimates`, which only `begin` changes.
+    """Plans the passes of one request, from its `estimates`, which it does not change.
 
     `max_wait_ns`: set for a target that asks for candidates after each pass, and waits no longer than this for them.
     `is_shared`: set while its passes run other sequences, too; then only the draft is planned for, and
@@ -160,11 +160,6 @@ class Planner:
         if self.mode is not Mode.AUTO:
             return bool(offers)
         return bool(offers and self._widths(offers, self._target_costs()))
-
-    def begin(self, plan: Plan) -> None:
-        """Records that a pass has begun under a plan, for a target that is planned for before it reports the pass."""
-        if plan.is_trial:
-            self.estimates.shared.idle_pass_counts[plan.source] = 0
 
     def summary(self, state: DraftState | None) -> str:
         """Describes the speed that the planner now predicts for each way to get candidates."""
