@@ -236,27 +236,27 @@ class RequestEstimates:
                 self.draft.observe_choice(is_trial=plan.is_trial)
             if not plan.runs_ahead:
                 self.draft.forget_slowdown()
-        if outcome.elapsed_ns is None:
-            return
-        self._observe_yield(plan, outcome, outcome.elapsed_ns)
+        if outcome.elapsed_ns is not None:
+            self._observe_yield(plan, outcome, outcome.elapsed_ns)
+            self._observe_costs(plan, outcome, outcome.elapsed_ns, width)
+
+    def _observe_costs(self, plan: Plan, outcome: Outcome, elapsed_ns: int, width: int) -> None:
+        result, costs = outcome.result, self.shared.costs
         # Passes may arrive in bunches: what a short interval lacks, the long one before it had too much.
-        interval_ns = outcome.elapsed_ns - result.waited_ns - self._lacking_ns
+        interval_ns = elapsed_ns - result.waited_ns - self._lacking_ns
         taken_ns = max(interval_ns, result.forward_ns)
         self._lacking_ns = min(taken_ns - interval_ns, taken_ns)
-        costs = shared.costs
         self.forward.widths = costs.widths
         if self.chances:  # only where candidates are chosen does a cost that is too high keep anything from being tried
             costs.widths.forget(width)
-        if plan.runs_ahead and self.draft:
-            # Beside a draft on the same cores, a pass measures the slowdown only, if the time of one alone is known.
-            # Beside a draft elsewhere, the first passes do; a later change comes from the growing text.
-            if self.draft.competes or (self.forward.known and not self.draft.slowdown_is_known):
-                if self.forward.single_ns:
-                    self.draft.observe_slowdown(taken_ns / self.forward.of(width))
-            else:
-                self.forward.observe(width, taken_ns / self.draft.slowdown.value)
+        draft = self.draft if plan.runs_ahead else None
+        # Beside a draft on the same cores, a pass measures the slowdown only, if the time of one alone is known. Beside
+        # a draft elsewhere, the first passes do; a later change comes from the growing text.
+        if draft and (draft.competes or (self.forward.known and not draft.slowdown_is_known)):
+            if self.forward.single_ns:
+                draft.observe_slowdown(taken_ns / self.forward.of(width))
         else:
-            self.forward.observe(width, taken_ns)
+            self.forward.observe(width, taken_ns / draft.slowdown.value if draft else taken_ns)
         if self.forward.known:
             costs.single_ns = self.forward.single_ns
         self.waiting_gain.observe(plan.waiting_gain_ns, _GAIN_FRESH)
