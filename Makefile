@@ -122,8 +122,11 @@ COMPILE := $(BIN)/python -W ignore -m compileall -qq -j 0 .venv/lib || true
 
 # With a fast engine for GGUF files where there is a prebuilt library for the platform.
 .venv/demo: .venv/bin/python pyproject.toml constraints.txt
-	$(PIP) --quiet --no-compile --only-binary ik-llama-cpp-python --editable '.[ik-llama]' || \
-		$(PIP) --quiet --no-compile --editable .
+	@echo "installing DraftBridge, and what it needs, into .venv"
+	@$(PIP) --quiet --no-compile --only-binary ik-llama-cpp-python --editable '.[ik-llama]' || { \
+		echo "The engine ik_llama could not be installed (pip's reason is above). Going on without it: drafts run in torch," \
+			"which is slower. For another fast engine, run make llamacpp, which compiles it." >&2; \
+		$(PIP) --quiet --no-compile --editable .; }
 	@$(COMPILE)
 	@touch $@
 

@@ -28,6 +28,20 @@ def test_an_environment_whose_installation_was_interrupted_is_made_again(tmp_pat
     assert "litellm" in done.stdout
 
 
+@pytest.mark.parametrize("reached", [True, False])
+def test_where_no_library_of_ik_llama_is_prebuilt_the_demo_goes_on_and_says_so(tmp_path: Path, reached: bool) -> None:
+    """The interpreter is a stand-in whose pip finds no wheel of ik_llama; `reached`: but all other packages."""
+    for name in ("pyproject.toml", "constraints.txt"):
+        (tmp_path / name).touch()
+    (python := tmp_path / ".venv/bin/python").parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\ncase "$*" in *ik-llama*) exit 1;; *pip*) exit {int(not reached)};; esac\n')
+    python.chmod(0o755)
+    command = ["make", "--file", str(ROOT / "Makefile"), ".venv/demo"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    assert "ik_llama could not be installed" in done.stderr and "run make llamacpp" in done.stderr
+    assert (done.returncode == 0) is (tmp_path / ".venv/demo").exists() is reached
+
+
 # Of the environment of habana, only what is installed here in the same version can be checked.
 @pytest.mark.parametrize(("file", "extra"), [("constraints.txt", "dev"), ("constraints-habana.txt", "")])
 def test_each_package_has_a_version(file: str, extra: str) -> None:
