@@ -1,6 +1,8 @@
 """Tests ik_llama.cpp by the contract of every engine, bit for bit at every width, and with the real models."""
 
 import os
+import subprocess
+import sys
 import threading
 from functools import partial
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 import transformers
 from gguf import GGUFReader
 from hypothesis import given, settings
+from numpy.random import _mt19937
 
 from bridge.errors import UnusableModel
 from draftbridge import Client
@@ -203,6 +206,22 @@ def test_a_processor_without_avx2_is_refused_before_the_library_is_loaded(monkey
     with pytest.raises(UnusableModel, match="needs a processor with AVX2, F16C, FMA: use --engine"):
         IK_LLAMA.open(Path("model.gguf"), EngineOptions())
     assert "lacks AVX2" in IK_LLAMA.reason_to_skip("gemma-3-270m", EngineOptions(device="cpu"))
+
+
+@pytest.mark.parametrize("kind", ["absent", "another platform's", "another program's"])
+def test_a_library_that_cannot_be_used_is_refused_with_the_remedy(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = tmp_path / "libllama.so"
+    if kind == "another platform's":
+        library.write_bytes(b"MZ" + bytes(100))
+    place = _mt19937.__file__ if kind == "another program's" else str(library)
+    monkeypatch.setenv("IK_LLAMA_CPP_LIB_PATH", place)
+    program = [sys.executable, "-c", "import services.engines.ik_llama.library"]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    refusal = done.stderr.splitlines()[-1]
+    assert "UnusableModel: the library of ik-llama-cpp-python cannot be loaded" in refusal
+    assert "unset IK_LLAMA_CPP_LIB_PATH, or use --engine torch" in refusal
 
 
 def test_processors_are_read_from_what_linux_tells(tmp_path: Path) -> None:

@@ -26,10 +26,11 @@ _SPIN_COUNT = 1000
 try:
     with loading(_SPIN_COUNT):
         from ik_llama_cpp import _ctypes_api as api
-except (ImportError, OSError) as error:
+except (ImportError, OSError, AttributeError) as error:  # the last one for a library of another program or version
+    named = os.environ.get("IK_LLAMA_CPP_LIB_PATH")
+    remedy = "unset IK_LLAMA_CPP_LIB_PATH" if named else "pip install '.[ik-llama]' in the checkout"
     raise UnusableModel(
-        f"the library of ik-llama-cpp-python cannot be loaded ({error}): pip install '.[ik-llama]' in the checkout, or "
-        "use --engine torch"
+        f"the library of ik-llama-cpp-python cannot be loaded ({error}): {remedy}, or use --engine torch"
     ) from error
 
 _log = logging.getLogger(__name__)
