@@ -1,6 +1,7 @@
 """Tests OpenVINO by the contract of every engine, and with the real models."""
 
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from services.engines.openvino.export import export
 from services.engines.openvino.graph import AttentionSpec
 from services.engines.openvino.padding import measured_budget
 from services.engines.openvino.spec import convert
-from services.store.cache import NoSpace
+from services.store.cache import NoSpace, cache_directory
 from tests.support.depth import DEEP
 from tests.support.engine_contract import (
     FAMILIES,
@@ -97,6 +98,17 @@ def test_damaged_weights_are_refused_by_the_conversion(tmp_path: Path, monkeypat
         monkeypatch.setattr("subprocess.run", lambda *arguments, failed=failed, **options: failed)
         with pytest.raises(UnusableModel, match=rf"could not be converted for OpenVINO \({problem}"):
             convert(tmp_path, "tiny", "full")
+
+
+@pytest.mark.parametrize(("name", "kept_bytes"), [("model.bin", 1000), ("model.bin", None), ("model.xml", 1000)])
+def test_a_converted_model_that_is_damaged_is_refused_with_the_remedy(
+    name: str, kept_bytes: int | None, llama: Exported, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAFTBRIDGE_CACHE", str(tmp_path))
+    kept = shutil.copytree(llama.path.parent, cache_directory() / "tiny-openvino")
+    (kept / name).unlink() if kept_bytes is None else os.truncate(kept / name, kept_bytes)
+    with pytest.raises(UnusableModel, match=rf"is damaged \(.*\): delete {kept} and run the same command again"):
+        OpenVinoEngine(kept / "model.xml", slot_count=1)
 
 
 def test_a_model_with_large_keys_and_values_is_converted(tmp_path: Path) -> None:

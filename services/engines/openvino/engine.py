@@ -14,6 +14,7 @@ from bridge.errors import UnusableModel
 from bridge.sampling.sampler import Logits
 from services.engines.cpu import core_count
 from services.engines.engine import Row, by_row, check, check_copy, slot_room
+from services.store.cache import remedy_for
 
 try:
     import openvino as ov
@@ -56,7 +57,7 @@ class OpenVinoEngine:
     ) -> None:
         core = ov.Core()
         target = find_device(device, core)
-        graph = core.read_model(model) if isinstance(model, Path) else model
+        graph = _read(core, model) if isinstance(model, Path) else model
         weights = str(graph.get_rt_info(["draftbridge", "weights"]).value)
         limit = int(graph.get_rt_info(["draftbridge", "context_length"]).value)
         # "gpu" is llama.cpp's name of its GPU, so Intel's has a number even if it is the only one.
@@ -151,6 +152,18 @@ class OpenVinoEngine:
         if self.device == "cpu":
             return ov.Tensor(kind, ov.Shape(shape))
         return self._compiled.get_context().create_tensor(kind, ov.Shape(shape), {})
+
+
+def _read(core: ov.Core, file: Path) -> ov.Model:
+    """Returns a converted model. Raises `UnusableModel` if its files are damaged."""
+    try:
+        return core.read_model(file)
+    except RuntimeError as error:
+        raise UnusableModel(
+            f"the converted model in {file.parent} is damaged ({' '.join(str(error).split())[-200:]}): "
+            + (remedy_for(file.parent) or "convert it again"),
+            model=file.parent,
+        ) from error
 
 
 def find_device(name: str, core: ov.Core | None = None) -> str:
