@@ -83,7 +83,7 @@ class ChecksumMismatch(UnusableModel, reason="CHECKSUM_MISMATCH"):
 
 
 class DamagedFile(UnusableModel):
-    """A model's file is damaged or incomplete, so no engine can read it."""
+    """A model's file is damaged, incomplete or of an unknown architecture, so no engine can use it."""
 
 
 class TemplateLimitExceeded(UnusableModel, reason="TEMPLATE_LIMIT_EXCEEDED"):

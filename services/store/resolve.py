@@ -248,7 +248,9 @@ def _gguf(path: Path, name: str, sha256: str | None, weights: str, report: Repor
                     "again, and compare its size with the original's",
                     model=path,
                 )
-            raise UnusableModel(
+            # Whatever reads the file needs its tokenizer, so that no other engine need try.
+            kind = UnusableModel if weights else DamagedFile
+            raise kind(
                 f"{path.name} could not be converted: see the message above. The file may be damaged, or transformers "
                 "may not read its architecture from GGUF: give a directory that save_pretrained wrote instead, or one "
                 "with this file, config.json and tokenizer.json for an engine that reads GGUF files",

@@ -7,6 +7,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import Barrier, BrokenBarrierError
 from types import SimpleNamespace
@@ -22,6 +23,8 @@ from transformers import PreTrainedTokenizerFast
 
 from bridge.errors import TokenizerNotUnderstood, UnusableModel
 from services.engines import trial
+from services.engines.registry import choose_engine
+from services.engines.spec import EngineOptions
 from services.engines.torch.model import load_model
 from services.errors import DamagedFile
 from services.model.host import load
@@ -229,6 +232,20 @@ def test_a_cut_file_is_called_that(
     with pytest.raises(DamagedFile, match=rf"{file} is damaged or incomplete, because it ends before its last tensor"):
         resolve(str(file), ignore, weights=weights)
     assert "failed" not in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("warm_conversion")
+def test_a_file_of_an_unknown_architecture_is_read_once_for_all_engines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("DRAFTBRIDGE_CACHE", str(tmp_path / "cache"))
+    gguf.write_qwen(file := tmp_path / "tiny.gguf")
+    file.write_bytes(file.read_bytes().replace(b"qwen2", b"qwenX"))
+    options, lines = EngineOptions(device="cpu"), list[str]()
+    with pytest.raises(UnusableModel, match=r"tiny\.gguf could not be converted.*: give a directory that"):
+        choose_engine("auto", str(file), options, partial(trial.fastest, report=lines.append))
+    assert len(lines) == 1 and "reading the tokenizer of tiny" in lines[0]
+    assert "qwenX is not supported" in capfd.readouterr().err
 
 
 def test_a_tokenizer_of_a_larger_vocabulary_is_refused(tmp_path: Path) -> None:
