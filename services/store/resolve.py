@@ -187,9 +187,9 @@ def _built_in(model: BuiltIn, weights: str, report: Report) -> Path:
     if kept := _in_cache(model.name, model.sha256, weights):
         return kept
     if weights:  # told before the download, which would be in vain
-        with writing(cache_directory(), "the download and its conversion"):
+        with writing(cache_directory(), "the download with its conversion"):
             needed = round(1e6 * model.megabytes * (1 + 8 * _KEPT[weights][1] / _BUILT_IN_BITS))
-            check_space(cache_directory(), "the download and its conversion", needed - _held(model))
+            check_space(cache_directory(), "the download with its conversion", needed - _held(model))
     return _gguf(built_in_gguf(model, report), model.name, model.sha256, weights, report)
 
 

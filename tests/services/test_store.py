@@ -285,7 +285,7 @@ def test_a_large_built_in_model_is_not_downloaded_for_a_conversion_without_room(
 ) -> None:
     monkeypatch.setitem(BUILT_IN, MODEL.name, replace(MODEL, megabytes=100))
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=500_000_000))
-    with pytest.raises(NoSpace, match="the download and its conversion"):
+    with pytest.raises(NoSpace, match="the download with its conversion"):
         resolve(MODEL.name)
     assert leftovers() == []
 
