@@ -222,6 +222,22 @@ def test_a_model_that_overflows_is_refused_with_a_dtype_that_does_not(tmp_path: 
         TorchEngine(tmp_path, dtype="float32")
 
 
+def test_a_model_whose_scores_exceed_float16_before_they_are_scaled_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = saved(CONFIG, tmp_path)
+    for layer in model.model.layers:
+        for part in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+            part.weight.data.mul_(150.0)
+    model.save_pretrained(tmp_path)
+    own = load_model(tmp_path, torch.float16).eval()
+    assert not own(torch.arange(1, 17)[None]).logits.isfinite().all()
+    TorchEngine(tmp_path, dtype="float16", slot_count=2)
+    monkeypatch.setattr(*MUTANTS["later tokens are seen"])
+    with pytest.raises(UnusableModel, match="logits differ"):
+        TorchEngine(tmp_path, dtype="float16", slot_count=2)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_engine_is_compared_also_where_squares_of_logits_overflow(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
