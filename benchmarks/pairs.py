@@ -164,6 +164,7 @@ def _run(
     samples: list[Sample] = []
     left = list(rivals)
     for index, one in enumerate(given):
+        _report(f"prompt {index + 1} of {len(given)}")
         turn = index % len(modes)
         results = _generated(client, one, [*modes[turn:], *modes[:turn]], arguments)
         alone = results[ALONE]
