@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from bridge.errors import TokenizerNotUnderstood
 from bridge.text.vocabulary import Vocabulary
+from tests.support import families
 from tests.support.tiny import EXACT_KINDS, KINDS, own_ids, tokenizer_json, vocabulary
 
 HARD_TEXTS = [
@@ -90,3 +91,11 @@ def test_a_written_control_token_that_the_model_itself_finds_costs_no_other_toke
     for written, between in (("☃", words.single_bytes("☃".encode()).ids), ("<eos>", words.pieces(b"<").ids)):
         rest = words.pieces(b"eos> the dog").ids if len(written) > 1 else after
         assert words.pieces(f"the dog{written} the dog".encode()).ids == [*before, *between, *rest]
+
+
+def test_dropout_of_a_training_run_is_left_out() -> None:
+    spec = json.loads(tokenizer_json("byte_level"))
+    spec["model"]["dropout"] = 0.9
+    words = Vocabulary(json.dumps(spec).encode())
+    text = b"The quick brown fox jumps over the lazy dog"
+    assert words.pieces(text).ids == families.vocabulary("gpt-2").pieces(text).ids

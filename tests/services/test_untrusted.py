@@ -370,14 +370,6 @@ async def test_a_tokenizer_whose_process_was_killed_or_got_no_time_is_read_again
                 await known.close()
 
 
-def test_dropout_of_a_training_run_is_left_out() -> None:
-    spec = json.loads(tokenizer_json("byte_level"))
-    spec["model"]["dropout"] = 0.9
-    words = Vocabulary(json.dumps(spec).encode())
-    text = b"The quick brown fox jumps over the lazy dog"
-    assert words.pieces(text).ids == families.vocabulary("gpt-2").pieces(text).ids
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
