@@ -11,6 +11,7 @@ Starts a target, a draft and a bridge as processes on this machine, in one of th
     b2  the same, each with all cores
     c   Gemma-3-270M <- SmolLM2-135M, both in llamacpp with all cores
     d   Gemma-3-270M in llamacpp, no draft
+    e   Qwen2.5-Coder-1.5B <- SmolLM2-135M, both in ik_llama with all cores, 4-bit weights: what `draftbridge up` starts
 
 --draft-engine names another engine for the draft, such as the one that `draftbridge serve --engine auto` chooses.
 
@@ -58,6 +59,7 @@ class Server:
     """A model and how it is served. `core`: the core that its process is pinned to; None for all cores."""
 
     model: str
+    engine: str
     options: tuple[str, ...]
     core: int | None = None
 
@@ -72,22 +74,20 @@ class Setting:
 
 def _settings(draft_engine: str = "llamacpp") -> dict[str, Setting]:
     everything = ("--threads", str(core_count()))
-    llamacpp = ("--engine", "llamacpp")
-    torch, openvino = ("--engine", "torch", "--dtype"), ("--engine", "openvino", "--weights", "int8")
-    draft = ("--engine", draft_engine)
-    smollm = Server(_SMOLLM, (*draft, *everything))
-    gemma = Server(_GEMMA, (*llamacpp, *everything))
-    qwen_int8 = Server(_QWEN, (*openvino, *everything))
+    smollm = Server(_SMOLLM, draft_engine, everything)
+    gemma = Server(_GEMMA, "llamacpp", everything)
+    int8 = ("--weights", "int8")
     return {
-        "a": Setting(Server(_QWEN, (*torch, "bfloat16", *everything)), smollm),
-        "a32": Setting(Server(_QWEN, (*torch, "float32", *everything)), smollm),
+        "a": Setting(Server(_QWEN, "torch", ("--dtype", "bfloat16", *everything)), smollm),
+        "a32": Setting(Server(_QWEN, "torch", ("--dtype", "float32", *everything)), smollm),
         "b": Setting(
-            Server(_QWEN, (*openvino, "--threads", "1"), core=0),
-            Server(_SMOLLM, (*draft, "--threads", "1"), core=1),
+            Server(_QWEN, "openvino", (*int8, "--threads", "1"), core=0),
+            Server(_SMOLLM, draft_engine, ("--threads", "1"), core=1),
         ),
-        "b2": Setting(qwen_int8, smollm),
+        "b2": Setting(Server(_QWEN, "openvino", (*int8, *everything)), smollm),
         "c": Setting(gemma, smollm),
         "d": Setting(gemma, None),
+        "e": Setting(Server(_QWEN, "ik_llama", everything), Server(_SMOLLM, "ik_llama", everything)),
     }
 
 
@@ -153,7 +153,7 @@ def ways(setting: Setting, names: Sequence[str] | None = None) -> list[Way]:
 @contextmanager
 def _server(server: Server, role: str) -> Iterator[str]:
     with pinned(None if server.core is None else [server.core]):
-        context = serve(server.model, "--role", role, *server.options)
+        context = serve(server.model, "--role", role, "--engine", server.engine, *server.options)
         address, _ = context.__enter__()
     try:
         yield address
@@ -255,7 +255,7 @@ def main() -> None:
             found = about(arguments) | {"setting": asdict(setting), "runs": [asdict(run) for run in runs]}
             arguments.json.write_text(json.dumps(found, indent=1, default=str))
     title = f"{setting.target.model} <- {setting.draft.model if setting.draft else 'no draft'} ({arguments.setting})"
-    title += f", draft in {arguments.draft_engine}" if setting.draft else ""
+    title += f", draft in {setting.draft.engine}" if setting.draft else ""
     title += f", T={arguments.temperature:g}, {len(given)} prompts of {arguments.tokens} tokens"
     console = Console(width=130, soft_wrap=True)
     console.print(table(runs, title))

@@ -261,7 +261,7 @@ class GuestSequence:
             if not alone:
                 speculation.planner.max_wait_ns = 0.0
             elif self._plan.is_trial and self._plan is speculation.plan:  # the engine reports it only later
-                self._estimates.shared.idle_pass_counts[self._plan.source] = 0
+                self._estimates.observe_trial(self._plan.source)
             if not self._refreshed:
                 self._refresh()
             await speculation.replan(max(self.room, 1))

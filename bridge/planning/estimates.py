@@ -214,6 +214,10 @@ class RequestEstimates:
         for source, evidence in zip(offer.sources, offer.evidence, strict=True):
             yield self.chances[source].of(evidence)
 
+    def observe_trial(self, source: str) -> None:
+        """Records that a trial of a source was planned, if its pass will be reported only later."""
+        self.shared.idle_pass_counts[source] = 0
+
     def observe(self, outcome: Outcome, plan: Plan, offers: Sequence[Offer] = ()) -> None:
         """Records a pass that was made under a plan, and all that the sources offered for it."""
         result, shared = outcome.result, self.shared

@@ -100,9 +100,12 @@ class Planner:
         self.mode = parameters.mode
         self.max_wait_ns, self.is_shared = inf, False
         self._number = parameters.num_assistant_tokens
-        # The number of draft tokens in every turn, if the user chose it.
-        self._fixed_number = self._number if self.mode is Mode.LOCKSTEP else None
         self.estimates = estimates
+
+    @property
+    def _fixed_number(self) -> int | None:
+        """The number of draft tokens in every turn, if the user chose it."""
+        return self._number if self.mode is Mode.LOCKSTEP else None
 
     def plan(self, offers: Sequence[Offer], state: DraftState | None, room: int = _LEADS[-1]) -> Plan:
         """Returns the plan for the next pass, given the present offers and the state of the draft, if there is one.

@@ -59,7 +59,7 @@ class Plan:
     @property
     def description(self) -> str:
         """Returns the name, with the number of tokens in a turn, or the largest one if the draft may end it early."""
-        if not self.pace.turns:
+        if not (self.pace.turns and self.pace.lead):  # at the end of a text there is room for no candidate
             return self.name
         return f"{self.name} of {'up to ' if self.pace.min_probability else ''}{self.pace.lead}"
 

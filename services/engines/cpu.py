@@ -35,6 +35,11 @@ def has_bfloat16(path: Path = _CPUINFO) -> bool:
     return not cpu_flags(path).isdisjoint({"avx512_bf16", "amx_bf16"})
 
 
+def lacks_bfloat16(path: Path = _CPUINFO) -> bool:
+    """Returns whether an x86 processor does not compute in bfloat16; False if it is not known."""
+    return bool(cpu_flags(path)) and not has_bfloat16(path)
+
+
 def surely_on_cpu(device: str) -> bool:
     """Returns whether forwards on a device as in `EngineOptions` can run on the CPU only."""
     return device == "cpu" or (device == "auto" and not any(map(os.path.exists, _ACCELERATORS)))

@@ -18,7 +18,7 @@ from bridge.errors import UnusableModel
 from draftbridge import Client
 from services.cli.processes import fleet
 from services.config import ModelServerConfig
-from services.engines.cpu import cpu_flags, has_bfloat16
+from services.engines.cpu import cpu_flags, has_bfloat16, lacks_bfloat16
 from services.engines.engine import Engine, Row
 from services.engines.ik_llama.spec import IK_LLAMA, MAX_CONTEXTS, missing_instructions
 from services.engines.observer import UNOBSERVED
@@ -198,13 +198,13 @@ def test_a_model_with_a_recurrent_state_is_refused(
         Model(tmp_path / "model.gguf")
 
 
-def test_a_processor_without_avx2_is_refused_before_the_library_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_processor_without_avx2_is_refused_before_anything_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert missing_instructions({"sse4_2", "fma"}, "x86_64") == "avx2, f16c"
     assert missing_instructions({"avx2", "fma", "f16c"}, "x86_64") == ""
     assert missing_instructions(set(), "aarch64") == ""
     monkeypatch.setattr("services.engines.ik_llama.spec.cpu_flags", lambda: frozenset({"sse4_2"}))
     with pytest.raises(UnusableModel, match="needs a processor with AVX2, F16C, FMA: use --engine"):
-        IK_LLAMA.open(Path("model.gguf"), EngineOptions())
+        IK_LLAMA.prepare("gemma-3-270m", EngineOptions(), lambda line: pytest.fail(line))
     assert "lacks AVX2" in IK_LLAMA.reason_to_skip("gemma-3-270m", EngineOptions(device="cpu"))
 
 
@@ -227,10 +227,10 @@ def test_a_library_that_cannot_be_used_is_refused_with_the_remedy(
 def test_processors_are_read_from_what_linux_tells(tmp_path: Path) -> None:
     path = tmp_path / "cpuinfo"
     path.write_text("processor : 0\nmodel name: Ours\nflags\t: avx2 fma\n\nprocessor: 1\nflags: sse\n")
-    assert cpu_flags(path) == {"avx2", "fma"} and not has_bfloat16(path)
-    assert cpu_flags(tmp_path / "none") == frozenset() and not has_bfloat16(tmp_path / "none")
+    assert cpu_flags(path) == {"avx2", "fma"} and lacks_bfloat16(path)
+    assert cpu_flags(tmp_path / "none") == frozenset() and not lacks_bfloat16(tmp_path / "none")
     (later := tmp_path / "later").write_text("processor : 0\nflags\t: avx2 avx512_bf16\n")
-    assert has_bfloat16(later)
+    assert has_bfloat16(later) and not lacks_bfloat16(later)
 
 
 def test_types_of_weights_have_names() -> None:

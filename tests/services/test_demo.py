@@ -79,6 +79,12 @@ def test_a_large_target_that_does_not_start_is_replaced_and_the_small_pair_runs(
         demo.run(console, replace(demo.LARGE, draft="none"), 24, lines.append)
 
 
+@pytest.mark.parametrize(("low", "engine", "other"), [(True, "auto", "torch"), (False, "torch", "auto")])
+def test_the_reason_for_the_large_target_names_the_other_choice(low: bool, engine: str, other: str) -> None:
+    chosen = demo._large(low)
+    assert chosen.engine == engine and f"(--engine {other})" in chosen.reason
+
+
 @pytest.mark.parametrize(("alone", "count"), [(0.0, 48), (1.4, 48), (2.0, 60), (8.7, 96), (50.0, 96)])
 def test_a_slow_target_generates_a_shorter_text(alone: float, count: int) -> None:
     assert demo._token_count(alone) == count

@@ -11,6 +11,7 @@ from services.engines import gguf
 from services.engines.cpu import cpu_flags
 from services.engines.openmp import bind_this_thread
 from services.engines.spec import EngineOptions, EngineSpec, Weights
+from services.store.cache import Report
 
 if TYPE_CHECKING:  # it loads numpy, which few commands need
     from services.engines.engine import Engine
@@ -34,11 +35,15 @@ def _check_device(device: str) -> None:
         raise UnusableModel(f"the ik_llama engine runs on the CPU, not on {device}: use --device cpu")
 
 
-def _open(path: Path, options: EngineOptions) -> "Engine":
+def _prepare(model: str, options: EngineOptions, report: Report) -> Path:
     if missing := missing_instructions():
         raise UnusableModel(
             f"the ik_llama engine needs a processor with {missing.upper()}: use --engine llamacpp or torch"
         )
+    return gguf.prepare(model, options, report)
+
+
+def _open(path: Path, options: EngineOptions) -> "Engine":
     _check_device(options.device)
     from services.engines.ik_llama.engine import IkLlamaEngine  # the library may not be installed
 
@@ -68,7 +73,7 @@ IK_LLAMA = EngineSpec(
     runs="GGUF files that ik_llama.cpp reads, in the file's own precision, the same bit for bit at every width",
     devices="CPU",
     reads="gguf",
-    prepare=gguf.prepare,
+    prepare=_prepare,
     open=_open,
     weights=(Weights.FULL, Weights.REPACKED),
     modules=("ik_llama_cpp",),
