@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from services.child import quiet_libraries
-from services.store.gguf import CUT_STATUS, is_cut
+from services.store.gguf import CUT_STATUS, is_cut, reader
 
 # The token that ends a document in pretraining, and so ends any text outside a chat.
 _END_OF_DOCUMENT = "<|endoftext|>"
@@ -25,7 +25,7 @@ def convert(source: Path, destination: Path, dtype: str = "") -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     # Transformers reads a file's metadata anew for each part, and a reader takes seconds for a large vocabulary.
-    vars(gguf)["GGUFReader"] = functools.cache(gguf.GGUFReader)
+    vars(gguf)["GGUFReader"] = functools.cache(reader())
     safe: dict[str, Any] = {"gguf_file": source.name, "trust_remote_code": False}  # nothing beside the file may run
     tokenizer = AutoTokenizer.from_pretrained(source.parent, **safe)
     if dtype:

@@ -30,7 +30,7 @@ from services.store.cache import (
     writing,
 )
 from services.store.download import built_in_gguf
-from services.store.gguf import CUT_STATUS, check_gguf, is_gguf
+from services.store.gguf import CUT_STATUS, check_gguf, is_gguf, reader
 
 # What is kept of a GGUF file, by the data type of its weights ("" for none): the end of the directory's name in the
 # cache, and the bytes of a weight. float32 represents every value of the file, and what holds it serves for all others.
@@ -266,10 +266,8 @@ def _check_space(path: Path, scratch: Path, size: int) -> None:
     # Reading a file's metadata takes seconds, and is left out where there is room at any number of bits.
     if shutil.disk_usage(scratch).free > path.stat().st_size * 8 * size / _FEWEST_BITS:
         return
-    from gguf import GGUFReader
-
     try:
-        needed = size * sum(int(tensor.n_elements) for tensor in GGUFReader(path).tensors)
+        needed = size * sum(int(tensor.n_elements) for tensor in reader()(path).tensors)
     except Exception:  # a damaged file, which the conversion reports
         return
     check_space(scratch, "the converted model", needed)

@@ -48,15 +48,15 @@ def tiny_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_faster_way_is_taken_and_remembered(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"one")
-    tried: list[bool] = []
+    tried: list[tuple[bool, Way | None]] = []
 
-    def probe(gguf: Path, threads: int, repacked: bool) -> Way | None:
-        tried.append(repacked)
+    def probe(gguf: Path, threads: int, repacked: bool, known: Way | None) -> Way | None:
+        tried.append((repacked, known))
         return REPACKED if repacked else PLAIN
 
     for _ in range(2):
         assert choose_way(path, 2, None, probe) == REPACKED
-    assert tried == [False, True, False, True]
+    assert tried == [(False, None), (True, None), (False, PLAIN), (True, REPACKED)]
     assert choose_way(path, 1, None, probe) == REPACKED  # another number of threads counts as another machine
     path.write_bytes(b"other")
     assert choose_way(path, 2, None, probe) == REPACKED
@@ -69,7 +69,7 @@ def test_the_way_that_a_user_names_is_the_only_one_that_is_tried(repacked: bool,
     path, tried = tmp_path / "model.gguf", list[bool]()
     path.write_bytes(b"GGUF")
 
-    def probe(gguf: Path, threads: int, repacked: bool) -> Way | None:
+    def probe(gguf: Path, threads: int, repacked: bool, known: Way | None) -> Way | None:
         tried.append(repacked)
         return REPACKED if repacked else PLAIN
 
@@ -96,7 +96,7 @@ def test_other_work_on_the_machine_during_one_probe_does_not_decide(tmp_path: Pa
     path, disturbed = tmp_path / "model.gguf", iter([1, 4, 4, 1])
     path.write_bytes(b"GGUF")
 
-    def probe(gguf: Path, threads: int, repacked: bool) -> Way | None:
+    def probe(gguf: Path, threads: int, repacked: bool, known: Way | None) -> Way | None:
         way, factor = (REPACKED if repacked else PLAIN), next(disturbed)
         return replace(way, pass_ns=tuple(factor * one for one in way.pass_ns))
 
@@ -108,7 +108,7 @@ def test_a_choice_counts_for_good_if_each_way_had_an_undisturbed_probe(tmp_path:
     path, disturbed, tried = tmp_path / "model.gguf", iter([True] * 2 * probes), list[bool]()
     path.write_bytes(b"GGUF")
 
-    def probe(gguf: Path, threads: int, repacked: bool) -> Way | None:
+    def probe(gguf: Path, threads: int, repacked: bool, known: Way | None) -> Way | None:
         tried.append(repacked)
         return replace(REPACKED if repacked else PLAIN, disturbed=next(disturbed, False))
 
@@ -146,7 +146,7 @@ def test_a_probe_that_did_not_come_to_its_end_is_repeated(tmp_path: Path) -> Non
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF")
 
-    def probe(gguf: Path, threads: int, repacked: bool) -> Way | None:
+    def probe(gguf: Path, threads: int, repacked: bool, known: Way | None) -> Way | None:
         if repacked:
             raise probing._Unfinished("took too long")
         return PLAIN
@@ -165,13 +165,13 @@ def test_a_probe_that_did_not_come_to_its_end_costs_nothing_that_was_measured_be
     path, seen = tmp_path / "model.gguf", list[bool]()
     path.write_bytes(b"GGUF")
 
-    def once(gguf: Path, threads: int, repacked: bool) -> Way | None:
+    def once(gguf: Path, threads: int, repacked: bool, known: Way | None) -> Way | None:
         seen.append(repacked)
         if seen.count(repacked) > 1:
             raise probing._Unfinished("took too long")
         return REPACKED if repacked else PLAIN
 
-    assert choose_way(path, 4, None, once) == choose_way(path, 5, None, lambda _, __, one: REPACKED if one else PLAIN)
+    assert choose_way(path, 4, None, once) == choose_way(path, 5, None, lambda *facts: REPACKED if facts[2] else PLAIN)
     assert seen.count(True) == seen.count(False) == 2
 
 
@@ -210,6 +210,10 @@ def test_widths_with_other_logits_are_avoided_or_counted_as_drift(
     way = probing._measure(tiny_file, 1, False)
     assert (way.max_width, way.min_width) == (max_width, min_width)
     assert way.drift == pytest.approx(drift, rel=0.01, abs=0)  # none is none, to the last bit
+    known = replace(way, max_width=20, drift=0.5, pass_ns=())
+    again = probing._measure(tiny_file, 1, False, known)
+    assert replace(again, pass_ns=(), disturbed=False) == known, "a second probe measures only times"
+    assert len(again.pass_ns) == 4 and min(again.pass_ns) > 0
 
 
 def test_a_file_with_logits_that_are_not_numbers_is_refused(tiny_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

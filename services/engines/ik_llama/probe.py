@@ -1,6 +1,6 @@
 """How a file is best run on this machine: tried in a process of its own, where a crash does no harm, and remembered.
 
-    python -m services.engines.ik_llama.probe GGUF THREADS REPACKED
+    python -m services.engines.ik_llama.probe GGUF THREADS REPACKED [WAY]
 
 The library can rearrange ("repack") the weights for the processor. Passes of several tokens may then get faster, but
 for some types the logits of a single token are no longer those of the same token in a wider pass. The engine then adds
@@ -19,12 +19,16 @@ from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from random import Random
+from typing import TYPE_CHECKING, TypeAlias
 
 from bridge.errors import UnusableModel
 from services.engines.cpu import cpu_flags, cpu_name
 from services.engines.measuring import alone, library_facts, remember, run, speed
 from services.engines.timing import Timing, timed
 from services.store.cache import cache_directory
+
+if TYPE_CHECKING:  # it loads a library that may not be installed
+    from services.engines.ik_llama.library import Context
 
 _log = logging.getLogger(__name__)
 
@@ -65,12 +69,12 @@ class Way:
     disturbed: bool = False
 
 
-def choose_way(
-    gguf: Path,
-    threads: int,
-    repacked: bool | None = None,
-    probe: "Callable[[Path, int, bool], Way | None] | None" = None,
-) -> Way:
+# Tries a file with a number of threads, with or without repacked weights. If it is given what an earlier try found, it
+# measures only the times. Returns None if the library crashes.
+Probe: TypeAlias = Callable[[Path, int, bool, Way | None], Way | None]
+
+
+def choose_way(gguf: Path, threads: int, repacked: bool | None = None, probe: Probe | None = None) -> Way:
     """Returns the faster of two ways, of those that give the same logits at every width if there is one.
 
     `repacked`: the only way to try. Raises `UnusableModel` if the library cannot run the file.
@@ -87,9 +91,7 @@ class _Unfinished(Exception):
     """A probe ended for want of time or memory; another one may succeed."""
 
 
-def _measured(
-    gguf: Path, threads: int, tries: Sequence[bool], probe: "Callable[[Path, int, bool], Way | None]", file: Path
-) -> Way:
+def _measured(gguf: Path, threads: int, tries: Sequence[bool], probe: Probe, file: Path) -> Way:
     """Tries ways in turn, and remembers the better one if all probes came to an end."""
     found, unfinished = dict[bool, Way | None](), ""
     for repacked in tries:
@@ -97,7 +99,7 @@ def _measured(
         if repacked in found and before is None:  # it has failed
             continue
         try:
-            way = probe(gguf, threads, repacked)
+            way = probe(gguf, threads, repacked, before)
         except _Unfinished as error:
             way, unfinished = before, str(error)  # what was measured in another round still holds
         found[repacked] = _combined(before, way) if before and way else way
@@ -114,10 +116,9 @@ def _measured(
 
 
 def _combined(one: Way, other: Way) -> Way:
-    """Returns what two probes of the same way have found: the shortest times, the largest drift."""
-    times = map(min, one.pass_ns, other.pass_ns)
-    disturbed = one.disturbed and other.disturbed
-    return replace(other, drift=max(one.drift, other.drift), pass_ns=tuple(times), disturbed=disturbed)
+    """Returns what two probes of the same way have found: the shortest times."""
+    times = tuple(map(min, one.pass_ns, other.pass_ns))
+    return replace(other, pass_ns=times, disturbed=one.disturbed and other.disturbed)
 
 
 def _better(plain: Way | None, repacked: Way | None) -> Way:
@@ -134,13 +135,14 @@ def _speed(way: Way) -> float:
     return speed(list(zip(_TIMED_WIDTHS, way.pass_ns, strict=True)))
 
 
-def _probe(gguf: Path, threads: int, repacked: bool) -> Way | None:
-    """Tries one way in another process. Returns None if that crashes.
+def _probe(gguf: Path, threads: int, repacked: bool, known: Way | None) -> Way | None:
+    """See `Probe`. Works in another process.
 
     Raises `UnusableModel` if it refuses the file, `_Unfinished` if time or memory was short.
     """
     try:
-        done = run(__name__, str(gguf), str(threads), str(int(repacked)), seconds=_TIMEOUT_SECONDS)
+        given = [str(gguf), str(threads), str(int(repacked)), *([json.dumps(asdict(known))] if known else [])]
+        done = run(__name__, *given, seconds=_TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired:
         _log.warning("ik_llama.cpp took more than %d s to try %s", _TIMEOUT_SECONDS, gguf.name)
         raise _Unfinished(f"ik_llama.cpp takes more than {_TIMEOUT_SECONDS} s to start") from None
@@ -180,16 +182,33 @@ def _read(file: Path) -> Way | None:
     return way if counts else None
 
 
-def _measure(gguf: Path, threads: int, repacked: bool) -> Way:
-    """Measures one way, in this process."""
-    import numpy as np
-
-    from services.engines.ik_llama.library import MAX_WIDTH, SMALL_WIDTH, Context, Model
+def _measure(gguf: Path, threads: int, repacked: bool, known: Way | None = None) -> Way:
+    """See `Probe`. Works in this process."""
+    from services.engines.ik_llama.library import Context, Model
 
     model = Model(gguf, repacked=repacked)
     context = Context(model, 256, threads)
     choose = Random(0)
     ids = [choose.randrange(model.vocabulary_size) for _ in range(_CONTEXT + max(_TIMED_WIDTHS))]
+    way = known or _compared(context, ids, threads, repacked, gguf.name)
+
+    def time_pass(width: int) -> Timing:
+        context.cut(_CONTEXT)
+        return timed(lambda: context.decode(ids[_CONTEXT : _CONTEXT + width], _CONTEXT, 0))
+
+    context.cut(0)
+    for at in range(0, _CONTEXT, way.max_width):
+        context.decode(ids[at : min(at + way.max_width, _CONTEXT)], at, min(way.max_width, _CONTEXT - at))
+    rounds = [[time_pass(max(width, way.min_width)) for width in _TIMED_WIDTHS] for _ in range(_REPETITIONS)]
+    best = list(map(min, zip(*rounds, strict=True)))
+    return replace(way, pass_ns=tuple(one.taken_ns for one in best), disturbed=any(one.disturbed for one in best))
+
+
+def _compared(context: "Context", ids: Sequence[int], threads: int, repacked: bool, name: str) -> Way:
+    """Returns a way without times, from logits of the same tokens in passes of several widths."""
+    import numpy as np
+
+    from services.engines.ik_llama.library import MAX_WIDTH, SMALL_WIDTH
 
     def logits(width: int) -> "np.typing.NDArray[np.float32]":
         context.cut(0)
@@ -201,13 +220,9 @@ def _measure(gguf: Path, threads: int, repacked: bool) -> Way:
         found = logits(width)
         return float(np.abs(found - reference[: len(found)]).max())
 
-    def time_pass(width: int) -> Timing:
-        context.cut(_CONTEXT)
-        return timed(lambda: context.decode(ids[_CONTEXT : _CONTEXT + width], _CONTEXT, 0))
-
     reference = logits(4)
     if not np.isfinite(reference).all():
-        raise UnusableModel(f"ik_llama.cpp computes no numbers with {gguf.name}: use --engine llamacpp or torch")
+        raise UnusableModel(f"ik_llama.cpp computes no numbers with {name}: use --engine llamacpp or torch")
     max_width = SMALL_WIDTH if drift(MAX_WIDTH) else MAX_WIDTH
     wide, single = max(drift(max_width), drift(8), drift(2)), drift(1)
     if threads > 1:  # rows of one forward share the threads
@@ -215,19 +230,14 @@ def _measure(gguf: Path, threads: int, repacked: bool) -> Way:
         wide = max(wide, drift(8))
         context.use_threads(threads)
     min_width = 2 if single and not wide else 1
-    context.cut(0)
-    for at in range(0, _CONTEXT, max_width):
-        context.decode(ids[at : min(at + max_width, _CONTEXT)], at, min(max_width, _CONTEXT - at))
-    rounds = [[time_pass(max(width, min_width)) for width in _TIMED_WIDTHS] for _ in range(_REPETITIONS)]
-    best = list(map(min, zip(*rounds, strict=True)))
-    pass_ns, disturbed = tuple(one.taken_ns for one in best), any(one.disturbed for one in best)
-    return Way(repacked, max_width, min_width, max(wide, 0.0 if min_width == 2 else single), pass_ns, disturbed)
+    return Way(repacked, max_width, min_width, max(wide, 0.0 if min_width == 2 else single), ())
 
 
 def main() -> None:
     """Prints what was found out, or why the file is refused."""
     try:
-        way = _measure(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "1")
+        known = _way(sys.argv[4]) if len(sys.argv) > 4 else None
+        way = _measure(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "1", known)
     except UnusableModel as error:
         print(error)
         sys.exit(_REFUSED)
