@@ -117,12 +117,8 @@ hooks: .venv/dev ## Lint and format before each commit, with pre-commit.
 	$(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }
 
 # pip compiles modules one after another, which takes nearly half of the time; compileall uses all cores. It fails for
-# a file of torch that needs Python 3.12, and which nothing imports. A generation imports an eighth of all modules; they
-# are enough for the demo; Python stores them compiled, unless it is told not to.
+# a file of torch that needs Python 3.12, and which nothing imports.
 COMPILE := $(BIN)/python -W ignore -m compileall -qq -j 0 .venv/lib || true
-COMPILE_USED := PYTHONDONTWRITEBYTECODE= $(BIN)/python -W ignore -c 'import gguf, torch; \
-	import services.bridge.server, services.cli.app, services.cli.demo, services.model.server; \
-	from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig'
 
 # With a fast engine for GGUF files where there is a prebuilt library for the platform.
 .venv/demo: .venv/bin/python pyproject.toml constraints.txt
@@ -131,7 +127,7 @@ COMPILE_USED := PYTHONDONTWRITEBYTECODE= $(BIN)/python -W ignore -c 'import gguf
 		echo "The engine ik_llama could not be installed (pip's reason is above). Going on without it: drafts run in torch," \
 			"which is slower. For another fast engine, run make llamacpp, which compiles it." >&2; \
 		$(PIP) --quiet --no-compile --editable .; }
-	@$(COMPILE_USED)
+	@$(COMPILE)
 	@touch $@
 
 .venv/dev: .venv/demo
