@@ -68,8 +68,8 @@ def demo(
         from services.cli.demo import LARGE, SMALL, run
 
     wanted = SMALL if small else LARGE
-    if target or engine:  # the reason applies to the default target and engine only
-        wanted = replace(wanted, target=target or wanted.target, engine=engine or "auto", reason="")
+    if target or engine:  # the reasons apply to the default target and engine only
+        wanted = replace(wanted, target=target or wanted.target, engine=engine or "auto", reasons={})
     wanted = replace(wanted, draft=draft or wanted.draft, prompt=prompt or wanted.prompt)
     run(out, wanted, max_tokens, report)
 

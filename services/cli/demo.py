@@ -1,8 +1,8 @@
 """Runs `draftbridge demo`: two models with different tokenizers generate together, and a table shows the gain."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rich.console import Console
@@ -44,44 +44,50 @@ _FIRST_TOKENS = 8
 
 @dataclass(frozen=True)
 class Demonstration:
-    """What the demo runs. `engine`: the target's, with `reason` why; `prompt` is a chat message if the target chats."""
+    """What the demo runs. `prompt` is a chat message if the target chats.
+
+    `engine`: the target's. `reasons`: why the target runs on the engine that it has, by its name, "" for any other.
+    """
 
     target: str
     draft: str
     prompt: str
-    engine: str = "auto"
-    reason: str = ""
+    engine: str = registry.AUTO
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+    def reason(self, engine: str) -> str:
+        """Returns why the target runs on an engine, "" if that was the user's choice."""
+        return self.reasons.get(engine, self.reasons.get("", ""))
 
 
-# Why the target of the large pair runs on which engine.
-_FULL_PRECISION = (
-    "The target runs in torch with its weights in full precision, where a pass over several tokens costs little more "
-    "than a pass over one. Weights in 4 or 8 bits (--engine auto) give more tokens per second without a draft."
+def large_engine(lacks_bfloat16: bool) -> str:
+    """Returns the engine for the target of the large pair: full precision gains most, where it is not too slow."""
+    return registry.AUTO if lacks_bfloat16 else "torch"
+
+
+# Eleven to one in size, from two families, with two tokenizers.
+LARGE = Demonstration(
+    "qwen2.5-coder-1.5b-instruct",
+    "smollm2-135m-instruct",
+    "Write a Python function that counts the words of a text, with a docstring and an example.",
+    engine=large_engine(lacks_bfloat16() and surely_on_cpu(EngineOptions().device)),
+    reasons={
+        "torch": "The target runs in torch with its weights in full precision, where a pass over several tokens costs "
+        "little more than a pass over one. Weights in 4 or 8 bits (--engine auto) give more tokens per second without "
+        "a draft.",
+        "": "The target runs on the fastest engine that is installed, which is also the fastest without a draft. In "
+        "full precision (--engine torch) it would be several times as slow, because this processor does not compute in "
+        "bfloat16.",
+    },
 )
-_FASTEST = (
-    "The target runs on the fastest engine that is installed, which is also the fastest without a draft. In full "
-    "precision (--engine torch) it would be several times as slow, because this processor does not compute in bfloat16."
-)
-
-
-def _large(low_precision: bool) -> Demonstration:
-    """Returns the large pair: eleven to one in size, from two families, with two tokenizers."""
-    return Demonstration(
-        "qwen2.5-coder-1.5b-instruct",
-        "smollm2-135m-instruct",
-        "Write a Python function that counts the words of a text, with a docstring and an example.",
-        engine=registry.AUTO if low_precision else "torch",
-        reason=_FASTEST if low_precision else _FULL_PRECISION,
-    )
-
-
-LARGE = _large(lacks_bfloat16() and surely_on_cpu(EngineOptions().device))
 SMALL = Demonstration(
     "gemma-3-270m",
     "smollm2-135m-instruct",
     "The planets of the solar system, in order from the Sun, are",
-    reason="The target runs on the fastest engine that is installed, which is also the fastest without a draft. "
-    "The large pair (make demo) shows what a draft gains that is eleven times as small.",
+    reasons={
+        "": "The target runs on the fastest engine that is installed, which is also the fastest without a draft. The "
+        "large pair (make demo) shows what a draft gains that is eleven times as small."
+    },
 )
 
 
@@ -102,7 +108,8 @@ def run(console: Console, wanted: Demonstration, max_tokens: int | None, report:
         served = {model.name: model for model in client.models()}
         described = ", ".join(f"{one.name} ({one.engine}, {one.dtype})" for one in served.values())
         report(f"{described}; bridge at {running.bridge}")
-        chats = bool(served[default_name(wanted.target)].chat_template)
+        target = served[default_name(wanted.target)]
+        chats = bool(target.chat_template)
         options: dict[str, Any] = {"prompt": wanted.prompt}
         if chats:
             options = {"messages": [{"role": "user", "content": wanted.prompt}]}
@@ -123,8 +130,8 @@ def run(console: Console, wanted: Demonstration, max_tokens: int | None, report:
         alone = bench.sample_of(client.stream(**options, max_tokens=max_tokens, speculation="off"), ALONE)
     console.print(Fitted(bench.table([alone, together])))
     console.print(_why(together, alone), highlight=False, soft_wrap=True)
-    if wanted.reason:
-        console.print(wanted.reason, style="dim", highlight=False, soft_wrap=True)
+    if reason := wanted.reason(target.engine):
+        console.print(reason, style="dim", highlight=False, soft_wrap=True)
     console.print(_compared(together.text, alone.text), soft_wrap=True)
 
 

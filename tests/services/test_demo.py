@@ -13,7 +13,7 @@ from bridge.errors import UnusableModel
 from draftbridge.v1 import bridge_pb2
 from services.cli import demo
 from services.cli.bench import ALONE, AUTO, Sample
-from services.cli.demo import LARGE, SMALL, Demonstration
+from services.cli.demo import LARGE, SMALL, Demonstration, large_engine
 from services.cli.processes import ProcessFailed
 from services.errors import ChecksumMismatch, ModelNotFound
 from services.store.cache import NoSpace
@@ -79,10 +79,13 @@ def test_a_large_target_that_does_not_start_is_replaced_and_the_small_pair_runs(
         demo.run(console, replace(demo.LARGE, draft="none"), 24, lines.append)
 
 
-@pytest.mark.parametrize(("low", "engine", "other"), [(True, "auto", "torch"), (False, "torch", "auto")])
-def test_the_reason_for_the_large_target_names_the_other_choice(low: bool, engine: str, other: str) -> None:
-    chosen = demo._large(low)
-    assert chosen.engine == engine and f"(--engine {other})" in chosen.reason
+def test_the_reason_is_that_of_the_engine_that_the_target_has() -> None:
+    """`auto` may choose torch, where no faster engine is installed."""
+    assert (large_engine(lacks_bfloat16=True), large_engine(lacks_bfloat16=False)) == ("auto", "torch")
+    assert "in full precision" in LARGE.reason("torch") and "(--engine auto)" in LARGE.reason("torch")
+    assert "the fastest engine" in LARGE.reason("ik_llama") and "(--engine torch)" in LARGE.reason("ik_llama")
+    assert "(make demo)" in SMALL.reason("torch") and "(make demo)" in SMALL.reason("ik_llama")
+    assert replace(LARGE, reasons={}).reason("torch") == ""
 
 
 @pytest.mark.parametrize(("alone", "count"), [(0.0, 48), (1.4, 48), (2.0, 60), (8.7, 96), (50.0, 96)])
