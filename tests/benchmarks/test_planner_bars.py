@@ -55,7 +55,7 @@ def test_texts_that_part_without_a_near_tie_are_counted() -> None:
 def test_every_way_of_a_setting_is_measured_and_says_the_same(tiny_models: tuple[Path, Path]) -> None:
     """Runs real processes, in float32 so that all texts are the same."""
     target, draft = (
-        Server(str(path), ("--engine", "torch", "--dtype", "float32", "--threads", "1"), core=0) for path in tiny_models
+        Server(str(path), "torch", ("--dtype", "float32", "--threads", "1"), core=0) for path in tiny_models
     )
     setting = Setting(target, draft)
     given = [{"category": "one", "prompt": "The quick brown"}, {"category": "other", "prompt": "Hello, world"}]
@@ -73,6 +73,6 @@ def test_every_way_of_a_setting_is_measured_and_says_the_same(tiny_models: tuple
 
 
 def test_a_setting_without_a_draft_has_no_way_of_drafting() -> None:
-    setting = Setting(Server("nothing", ()), None)
+    setting = Setting(Server("nothing", "torch", ()), None)
     assert not [way for way in ways(setting) if way.drafts]
     assert ways(setting, ["auto", "turns 2"]) == [WAYS[0], WAYS[-1]]
