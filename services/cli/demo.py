@@ -60,9 +60,9 @@ class Demonstration:
         return self.reasons.get(engine, self.reasons.get("", ""))
 
 
-def large_engine(lacks_bfloat16: bool) -> str:
+def large_engine(without_bfloat16: bool) -> str:
     """Returns the engine for the target of the large pair: full precision gains most, where it is not too slow."""
-    return registry.AUTO if lacks_bfloat16 else "torch"
+    return registry.AUTO if without_bfloat16 else "torch"
 
 
 # Eleven to one in size, from two families, with two tokenizers.

@@ -81,7 +81,7 @@ def test_a_large_target_that_does_not_start_is_replaced_and_the_small_pair_runs(
 
 def test_the_reason_is_that_of_the_engine_that_the_target_has() -> None:
     """`auto` may choose torch, where no faster engine is installed."""
-    assert (large_engine(lacks_bfloat16=True), large_engine(lacks_bfloat16=False)) == ("auto", "torch")
+    assert (large_engine(without_bfloat16=True), large_engine(without_bfloat16=False)) == ("auto", "torch")
     assert "in full precision" in LARGE.reason("torch") and "(--engine auto)" in LARGE.reason("torch")
     assert "the fastest engine" in LARGE.reason("ik_llama") and "(--engine torch)" in LARGE.reason("ik_llama")
     assert "(make demo)" in SMALL.reason("torch") and "(make demo)" in SMALL.reason("ik_llama")
