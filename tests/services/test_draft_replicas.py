@@ -98,7 +98,9 @@ async def test_sequences_of_engines_share_the_replicas_of_a_draft_until_one_brea
         while zoo.connections[0].state is State.AVAILABLE or not proposed:
             for id_, end in ends.items():
                 number += 1
-                answer = await stepped(guest, number, SequenceUpdate(id_, end, (IDS[end],)), deadline_ns=10**9)
+                update = SequenceUpdate(id_, end, (IDS[end],))
+                # A forward of a second: however busy this machine is, candidates are worth waiting for.
+                answer = await stepped(guest, number, update, deadline_ns=10**9, engine_ns=10**9)
                 proposed += sum(one.offer.sources.count("draft") for one in answer.proposed)
                 ends[id_] = end + 1
         assert zoo.connections[0].state is State.REFUSED and zoo.connections[1].state is State.AVAILABLE

@@ -62,8 +62,10 @@ def guest_of(
     return Guest(MODEL, open_, costs or BatchCosts(), find_draft=find_draft, **options)
 
 
-async def stepped(guest: Guest, number: int, *sequences: SequenceUpdate, deadline_ns: int = 2_000_000) -> Answer:
-    answer = await guest.step(StepUpdate(number, sequences, deadline_ns=deadline_ns, engine_ns=20_000_000))
+async def stepped(
+    guest: Guest, number: int, *sequences: SequenceUpdate, deadline_ns: int = 2 * MS, engine_ns: int = 20 * MS
+) -> Answer:
+    answer = await guest.step(StepUpdate(number, sequences, deadline_ns=deadline_ns, engine_ns=engine_ns))
     await guest.settle()
     await asyncio.sleep(0)
     return answer
