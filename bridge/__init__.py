@@ -10,7 +10,7 @@ this order, which is also a good order to read them in::
     tape         the committed tokens of a request: the only state that matters
     measuring/   what forwards cost and how often candidates are right: costs, chances, draft_estimates
     sources/     where candidates come from: source (the port), grammar, draft, source_set; prompt lookup:
-                 token_lookup, suffix_index -> suffix; earlier outputs: ngrams -> learned
+                 token_lookup -> suffix; earlier outputs: ngrams -> learned
     planning/    chooses a source and a number of tokens: prediction -> estimates -> planner
     speculation  the sources, the planner and the present plan of one sequence: what its next pass gets
     target_link  sends offers to the target and checks its passes

@@ -114,7 +114,6 @@ async def generate(
         memory=memory,
         tenant=request.tenant,
         grammar=grammar,
-        alone=not (grammar or next_draft),
         threads=partial(rendering_threads, request),
         clock=clock,
     )

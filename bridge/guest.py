@@ -88,8 +88,8 @@ class Guest:
 
     `find_draft` returns a draft for a sequence, or None if none is free; it is asked when the sequence begins (True)
     and, until it has one, after later steps (False).
-    `on_held` is called with a sequence's id and its tokens when it begins or grows, and may end any of them, so that
-    all guests together keep to one limit; it also receives the bytes of the tokens, once the sequence is open.
+    `on_held` is called with a sequence's id and its number of tokens when it begins or grows, and may end any sequence,
+    so that all guests together keep to one limit.
     `on_ended` is called when one ends; `on_outcome` receives each forward that verified candidates. The engine's
     `costs` outlive its stream.
     """
@@ -101,7 +101,7 @@ class Guest:
         costs: BatchCosts,
         *,
         find_draft: Callable[[Held, bool], Draft | None] = lambda held, is_new: None,
-        on_held: Callable[[int, int, int], None] = lambda id_, count, byte_count: None,
+        on_held: Callable[[int, int], None] = lambda id_, token_count: None,
         on_ended: Callable[[int, Statistics | None], None] = lambda id_, statistics: None,
         on_outcome: Callable[[Outcome], None] = lambda outcome: None,
         clock: Callable[[], int] = perf_counter_ns,
@@ -208,7 +208,7 @@ class Guest:
         if not self._model.has_all(one.token_ids) or kept + len(one.token_ids) > self._model.context_length:
             self.end(one.id)
             self.held[one.id] = Held([], now, refused=True)
-            self._on_held(one.id, 0, 0)
+            self._on_held(one.id, 0)
             answer.note = (
                 f"sequence {one.id} has ids outside the tokenizer's vocabulary, or more than the context's "
                 f"{self._model.context_length} tokens: describe the engine's own model and tokenizer"
@@ -229,7 +229,7 @@ class Guest:
             return self._begin(one, ids, len(ids) - held.prompt_count, now)
         if not held.sequence:
             held.ids += one.token_ids
-            self._on_held(one.id, len(held.ids), 0)
+            self._on_held(one.id, len(held.ids))
         return held
 
     def _begin(self, one: SequenceUpdate, ids: Sequence[int], generated_count: int, now: int) -> Held | None:
@@ -240,7 +240,7 @@ class Guest:
         generated_count = min(max(generated_count, 0), len(ids) - 1)
         held = self.held[one.id] = Held(list(ids), now, len(ids) - generated_count)
         self._begun.append((one, held))
-        self._on_held(one.id, len(ids), 0)
+        self._on_held(one.id, len(ids))
         if one.id not in self.held:  # it exceeds the limit alone
             return None
 
@@ -298,7 +298,7 @@ class Guest:
             outcome = sequence.commit(token_ids, one.candidate_step, one.candidate_count, engine_ns)
             if outcome.tried.token_ids:
                 self._on_outcome(outcome)
-            self._on_held(one.id, len(sequence.tape.ids), sequence.indexed_byte_count)
+            self._on_held(one.id, len(sequence.tape.ids))
             if one.id not in self.held:
                 return None
         sequence.limit_room(one.room)

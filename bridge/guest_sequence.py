@@ -43,15 +43,11 @@ _NOTHING = Offer()
 
 @dataclass(frozen=True)
 class GuestOpening:
-    """The parts of a sequence that all sequences of an engine share. `alone`: none of them will ever have a draft.
-
-    `memory`, `tenant`: see `Opening`.
-    """
+    """The parts of a sequence that all sequences of an engine share. `memory`, `tenant`: see `Opening`."""
 
     model: Model
     estimates: TargetEstimates
     sources: tuple[str, ...] = ()
-    alone: bool = False
     memory: NgramMemory | None = None
     tenant: Hashable = ""
 
@@ -81,11 +77,8 @@ class GuestSequence:
             partial(_render, ids=ids[:split], source=model),
             memory=shared.memory,
             tenant=shared.tenant,
-            alone=shared.alone,
             threads=partial(chat_threads, byte_count=4 * split),
         )
-        # Without drafts only tokens are indexed.
-        self._prompt_byte_count = 0 if shared.alone else sum(map(len, map(model.vocabulary.token_bytes, ids[:split])))
         self.tape.commit(ids[split:])
         parameters = SpeculationParameters(sources=shared.sources)
         sources = open_sources(self._opening, parameters.allows)
@@ -116,11 +109,6 @@ class GuestSequence:
     def statistics(self) -> Statistics:
         """Returns what its forwards have counted."""
         return self._speculation.statistics
-
-    @property
-    def indexed_byte_count(self) -> int:
-        """Returns the bytes of its tokens, as far as they may be indexed for a draft."""
-        return self._prompt_byte_count + len(self.tape.data)
 
     @property
     def has_draft(self) -> bool:
@@ -216,10 +204,11 @@ class GuestSequence:
         choice = speculation.choose()
         if self.has_draft and (speculation.plan.pace.turns or not choice.width):
             await self.settle(alone=True)
+            if self._news.is_set():  # the draft's answer came meanwhile
+                self._refresh()
             choice = speculation.choose()
             until = min(deadline_ns, now + int(speculation.plan.patience_ns))
             while choice.awaited and not choice.width and (left := until - clock()) > 0:
-                self._news.clear()
                 try:
                     async with asyncio.timeout(left / 1e9):
                         await self._news.wait()
@@ -277,5 +266,6 @@ class GuestSequence:
             self._paused_forwards = min(2 * self._paused_forwards, _MAX_PAUSED_FORWARDS)
 
     def _refresh(self) -> None:
+        self._news.clear()
         self._refreshed = True
         self._speculation.refresh(_ALONE_BYTES)

@@ -66,6 +66,11 @@ class DraftEpoch:
         self._runners_up.append(runner_up)
         self._match()
 
+    def end(self, confidence: float) -> None:
+        """Ends the text after the last token. `confidence`: the probability of that."""
+        self.ended = self.done = True
+        self._confidences.append(confidence)
+
     def observe(self, committed: bytes) -> None:
         """Appends committed bytes."""
         self.unread += committed
@@ -361,9 +366,10 @@ class DraftSource(CandidateSource):
             return
         token_bytes = self.model.vocabulary.token_bytes
         data = token_bytes(id_)
-        epoch.ended = id_ in self.model.special_ids.eos
-        if epoch.ended or not data:
-            # Any other control token has no meaning for the target.
+        if id_ in self.model.special_ids.eos:
+            epoch.end(confidence)
+            return
+        if not data:  # any other control token has no meaning for the target
             epoch.done = True
             return
         runner_up = (token_bytes(other[0]), other[1]) if other and other[0] != id_ and other[1] > 0 else (b"", 0.0)

@@ -171,9 +171,8 @@ class Opening:
 
     `tape` holds the prompt and, later, what the target commits. `render` returns the prompt in another model's tokens,
     or raises a `DraftBridgeError`. `memory` holds what was learned from outputs; `tenant`: whose output this is, empty
-    if nothing may be learned from it. `grammar`: what the text must satisfy. `alone`: the request never has a draft or
-    a grammar, so sources need not continue one another's bytes. `threads` returns the threads that `render` runs in,
-    see `bridge.threads`.
+    if nothing may be learned from it. `grammar`: what the text must satisfy. `threads` returns the threads that
+    `render` runs in, see `bridge.threads`.
     """
 
     tape: Tape
@@ -182,7 +181,6 @@ class Opening:
     memory: NgramMemory | None = None
     tenant: Hashable = ""
     grammar: TextGrammar | None = None
-    alone: bool = False
     threads: Callable[[Model], Executor | None] = lambda _: None
     clock: Callable[[], int] = perf_counter_ns
 

@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 _UNUSED_PASSES = 64
 # Finds another draft for the rest of a request, given the error of the present one, or None if that gains nothing.
 FindDraft: TypeAlias = Callable[[DraftBridgeError | None], Awaitable[DraftSource | None]]
-_ALONE, _REPLACED = "the target went on without it", "another draft replaced it"
+_ALONE = "the target went on without it"
 # The most continuations of one offer, of sources that continue each other.
 _MAX_PARTS = 8
 
@@ -60,7 +60,14 @@ class SourceSet:
         self._unused_pass_count, self._failed = 0, False
         self._missed: DraftBridgeError | None = None
         self._notify: Callable[[], None] | None = None
-        self.note = ""
+        # The first problem, or a bug, and what came of it; "" if that depends on the draft.
+        self._problem = self._ending = ""
+
+    @property
+    def note(self) -> str:
+        """Returns what went wrong with a source, "" if nothing did."""
+        ending = self._ending or ("another draft replaced it" if self.draft else _ALONE)
+        return self._problem and f"{self._problem}; {ending}"
 
     @property
     def empty(self) -> bool:
@@ -139,7 +146,7 @@ class SourceSet:
     def note_refusal(self, error: DraftBridgeError) -> None:
         """Notes that a draft could not take the request, unless another one takes part."""
         if self._find_draft is None:
-            self.note = self.note or f"the draft could not take the request ({error}); {_ALONE}"
+            self._problem = self._problem or f"the draft could not take the request ({error})"
 
     def open_draft(self, opening: Awaitable[DraftSource | None]) -> None:
         """Lets a draft take over when it is open."""
@@ -191,7 +198,6 @@ class SourceSet:
         self.draft, self._unused_pass_count = draft, 0
         self._sources.insert(0, draft)
         self._on_draft(draft)
-        self.note = self.note.replace(_ALONE, _REPLACED)
         if self._notify:
             draft.start(self._notify)
 
@@ -205,16 +211,18 @@ class SourceSet:
                 return
             self._remove(source)
             if isinstance(error, DraftBridgeError):
+                if not self._problem:
+                    self._problem = f"the {source.name} stopped ({error.reason})"
+                    self._ending = "" if source.name == DRAFT else _ALONE
                 if source.name == DRAFT:
                     self._seek(error)
-                    self.note = self.note.replace(_REPLACED, _ALONE)
-                self.note = self.note or f"the {source.name} stopped ({error.reason}); {_ALONE}"
                 return
             self._note_bug(f"{source.name} source", error)
 
     def _note_bug(self, stopped: str, error: BaseException) -> None:
         _log.error("a bug in the bridge stopped the %s", stopped, exc_info=error)
-        self.note = f"a bug in the bridge stopped the {stopped} (INTERNAL, see its log); the text is unaffected"
+        self._problem = f"a bug in the bridge stopped the {stopped} (INTERNAL, see its log)"
+        self._ending = "the text is unaffected"
 
     def _parts(self, source: CandidateSource, limit: int) -> list[Continuation]:
         """Returns what a source proposes, and what others add to it, as long as one of them can continue the bytes."""

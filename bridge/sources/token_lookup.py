@@ -60,17 +60,23 @@ class TokenLookup:
         self._places: list[tuple[int, int]] = []
         self._read()
 
-    def match(self, limit: int = MAX_PROPOSED_TOKENS) -> tuple[list[int], list[float]]:
-        """Returns what followed the longest match, of several the latest: at most `limit` ids, and their confidences.
+    def match(
+        self, limit: int = MAX_PROPOSED_TOKENS, after: Sequence[int] = (), least: int = 1
+    ) -> tuple[list[int], list[float]]:
+        """Returns what followed the longest match of the text's end, at most `limit` ids, and their confidences.
 
-        At the text's end, the proposal repeats. Both lists are empty if nothing matches.
+        Of several such matches, the latest one counts. At the text's end, the proposal repeats. Both lists are empty if
+        fewer than `least` tokens match. `after`: tokens that are taken as the text's end though they are not appended.
         """
         self._read()
-        limit = min(limit, MAX_PROPOSED_TOKENS)
-        if not self._places:
+        limit, matches = min(limit, MAX_PROPOSED_TOKENS) + len(after), self._places
+        if after:
+            recent = [*self._ids[-_MAX_MATCH_TOKENS:], *after][-_MAX_MATCH_TOKENS:]
+            matches = self._found([], recent, self._last.get(after[-1], 0))
+        if not matches or matches[0][0] < least:
             return [], []
-        length, end = self._places[0][0], len(self._ids)
-        places, ids, confidences = [place for _, place in self._places], list[int](), list[float]()
+        length, end = matches[0][0] - len(after), len(self._ids)
+        places, ids, confidences = [place for _, place in matches], list(after), list[float]()
         while len(places) > 1 and len(ids) < limit:
             following = [self._ids[place] if place < end else ids[place - end] for place in places]
             agreeing = [place + 1 for place, id_ in zip(places, following, strict=True) if id_ == following[0]]
@@ -83,7 +89,7 @@ class TokenLookup:
         ids += self._ids[place : place + limit - len(ids)]
         while len(ids) < limit:
             ids += ids[-period:][: limit - len(ids)]
-        return ids, confidences
+        return ids[len(after) :], confidences
 
     def _read(self) -> None:
         """Indexes the tokens that were appended."""
@@ -97,24 +103,26 @@ class TokenLookup:
             if end - index <= _MAX_PASS_TOKENS:
                 # A place that is among the latest of an earlier token need not be among those of the last one.
                 followed = [(length + 1, place + 1) for length, place in self._places if ids[place] == id_]
-                self._places = self._found(followed, index + 1)
+                recent = ids[max(index + 1 - _MAX_MATCH_TOKENS, 0) : index + 1]
+                self._places = self._found(followed, recent, self._before[-1])
 
-    def _found(self, followed: Sequence[tuple[int, int]], end: int) -> list[tuple[int, int]]:
-        """Returns the places that go on matching, and the latest ones after the last of `end` tokens."""
+    def _found(self, followed: Sequence[tuple[int, int]], recent: Sequence[int], place: int) -> list[tuple[int, int]]:
+        """Returns the places that go on matching `recent` tokens, and the latest ones from `place` on back."""
         found, known = list(followed), {place for _, place in followed}
-        ids, place = self._ids, self._before[-1]
+        ids = self._ids
         for _ in range(_LATEST_PLACES):
             if place == 0:
                 break
             if place not in known:
-                longer = place > 1 and ids[place - 2] == ids[end - 2]  # most are not: measuring them all takes time
-                found.append((self._length(place, end) if longer else 1, place))
+                # Most are not longer, and measuring them all takes time.
+                longer = place > 1 and len(recent) > 1 and ids[place - 2] == recent[-2]
+                found.append((self._length(place, recent) if longer else 1, place))
             place = self._before[place - 1]
         return sorted(found, reverse=True)[: 2 * _LATEST_PLACES]
 
-    def _length(self, place: int, end: int) -> int:
-        """Returns how many of the last of `end` tokens occur before a place, of which the last one does."""
+    def _length(self, place: int, recent: Sequence[int]) -> int:
+        """Returns how many of the last of `recent` tokens occur before a place, of which the last one does."""
         ids, length = self._ids, 1
-        while length < min(place, _MAX_MATCH_TOKENS) and ids[place - 1 - length] == ids[end - 1 - length]:
+        while length < min(place, len(recent)) and ids[place - 1 - length] == recent[-1 - length]:
             length += 1
         return length

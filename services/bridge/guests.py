@@ -203,7 +203,7 @@ class CandidateServicer(candidate_pb2_grpc.CandidateServiceServicer):
             lambda ids, generated_count: run(self._threads, GuestSequence, shared, ids, generated_count),
             costs,
             find_draft=lambda held, is_new: self._drafts.find(guest, held, is_new, shared, opening),
-            on_held=lambda id_, count, byte_count: self._budget.hold(guest, id_, count, byte_count),
+            on_held=lambda id_, token_count: self._budget.hold(guest, id_, token_count),
             on_ended=on_ended,
             on_outcome=self._count,
         )

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from bridge.guest import Guest
 
-# Upper bounds of the memory of a sequence: for itself, for each token, and for each byte of them in an index.
-_SEQUENCE_BYTES, _TOKEN_BYTES, _INDEX_BYTES = 32 << 10, 192, 16
+# Upper bounds of the memory of a sequence: for itself, and for each token.
+_SEQUENCE_BYTES, _TOKEN_BYTES = 32 << 10, 256
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class Budget:
         self._held: OrderedDict[tuple[Guest, int], int] = OrderedDict()
         self._bytes = 0
 
-    def hold(self, guest: Guest, id_: int, token_count: int, byte_count: int) -> None:
-        """Counts a sequence with its present tokens and indexed bytes, and ends others if there are too many."""
+    def hold(self, guest: Guest, id_: int, token_count: int) -> None:
+        """Counts a sequence with its present tokens, and ends others if there are too many."""
         self.drop(guest, id_)
-        size = _SEQUENCE_BYTES + _TOKEN_BYTES * token_count + _INDEX_BYTES * byte_count
+        size = _SEQUENCE_BYTES + _TOKEN_BYTES * token_count
         self._held[guest, id_] = size
         self._bytes += size
         while len(self._held) > self._limits.sequence_count or self._bytes > self._limits.memory_bytes:

@@ -230,7 +230,7 @@ class LocalCandidates:
         model = self._model = self._model or self._read_model()
         memory = NgramMemory(TABLE_BYTES) if LearnedSource.name in self._sources else None
         shared = GuestOpening(
-            model, TargetEstimates(model.forward_costs), self._sources, alone=True, memory=memory, tenant="engine"
+            model, TargetEstimates(model.forward_costs), self._sources, memory=memory, tenant="engine"
         )
 
         async def open_(ids: Sequence[int], generated_token_count: int) -> GuestSequence:
@@ -246,7 +246,7 @@ class LocalCandidates:
             model,
             open_,
             BatchCosts(model.forward_costs),
-            on_held=lambda id_, count, byte_count: self._budget.hold(guest, id_, count, byte_count),
+            on_held=lambda id_, token_count: self._budget.hold(guest, id_, token_count),
             on_ended=lambda id_, _: self._budget.drop(guest, id_),
         )
         return guest

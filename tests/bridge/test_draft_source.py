@@ -11,7 +11,7 @@ from bridge.errors import PromptTooLong, Unreachable
 from bridge.measuring.draft_estimates import DraftEstimates
 from bridge.ports import Proposal
 from bridge.sources.draft import DraftEpoch
-from bridge.sources.source import DraftPace
+from bridge.sources.source import DraftPace, offer_of
 from bridge.text.translation import DraftContext
 from tests.support.alone import PROMPT
 from tests.support.drafted import WORDS, commit, draft_source, ids_of, propose
@@ -319,6 +319,21 @@ def test_a_control_token_other_than_an_end_closes_an_epoch() -> None:
         source._add(epoch, id_, 0.9)
     assert epoch.done and not epoch.ended
     assert bytes(epoch.unconfirmed) == b" fox"
+
+
+def test_the_end_of_the_text_is_as_sure_as_the_draft_is() -> None:
+    source, _, _ = draft_source()
+    end = next(iter(source.model.special_ids.eos))
+    epoch = DraftEpoch(1, 8, False, b"")
+    for id_, confidence in zip((*ids_of(" fox"), end), (*(0.9 for _ in ids_of(" fox")), 0.3), strict=True):
+        source._add(epoch, id_, confidence)
+    ahead = epoch.ahead()
+    assert ahead is not None and ahead.closes and epoch.done
+    offer = offer_of(source.model.vocabulary, [ahead], end_id=end)
+    assert (offer.token_ids[-1], offer.evidence[-1]) == (end, 0.3)
+    epoch.observe(b" fox")
+    ahead = epoch.ahead()
+    assert ahead is not None and (ahead.data, ahead.starts, ahead.confidences) == (b"", (0,), (0.3,))
 
 
 def test_half_a_character_is_proposed_before_what_follows() -> None:

@@ -26,10 +26,8 @@ from bridge.sources.source import (
 )
 from bridge.sources.source_set import SourceSet
 from bridge.sources.suffix import SuffixSource
-from bridge.sources.suffix_index import MAX_PROPOSAL_BYTES
 from bridge.tape import Tape
 from bridge.text.models import Model
-from bridge.text.translation import candidates
 from services.cli.pieces import pieces
 from services.model.draft.session import DraftSession
 from services.rpc.codec import write_delta
@@ -117,6 +115,21 @@ async def test_a_bug_in_one_source_does_not_cost_another() -> None:
     suffix.propose = broken  # type: ignore[method-assign]
     assert [offer.sources[0] for offer in chain.offers()] == ["draft"]
     assert "suffix" in chain.note and not drafter.closed
+
+
+async def test_a_draft_that_comes_later_does_not_replace_prompt_lookup() -> None:
+    source, _, _ = draft_source()
+    suffix = SuffixSource(Tape(WORDS, ()))
+    chain = SourceSet([suffix], MODEL, None)
+
+    def broken(*_: object) -> Continuation:
+        raise Unreachable("host:1", "gone")
+
+    suffix.propose = broken  # type: ignore[method-assign]
+    assert chain.offers() == []
+    chain.insert(source)
+    assert chain.note == "the suffix stopped (SERVICE_UNREACHABLE); the target went on without it"
+    chain.close()
 
 
 async def test_another_draft_that_was_found_too_late_is_closed() -> None:
@@ -239,9 +252,9 @@ def test_evidence_grows_with_the_bytes_that_are_right() -> None:
 def test_what_is_cut_off_is_no_candidate() -> None:
     """The last token of data that was cut off is left out, as it may be part of a word; otherwise it is kept."""
     long = b"use on the hill and " * 13
-    cut = offer_of(WORDS, [Continuation("suffix", long[:MAX_PROPOSAL_BYTES], 20.0, cut=True)])
+    cut = offer_of(WORDS, [Continuation("suffix", long[:200], 20.0, cut=True)])
     spelled = WORDS.spell(cut.token_ids)
-    assert long.startswith(spelled) and len(spelled) < MAX_PROPOSAL_BYTES
+    assert long.startswith(spelled) and len(spelled) < 200
     whole = offer_of(WORDS, [Continuation("suffix", b"use on the", 20.0)])
     assert WORDS.spell(whole.token_ids) == b"use on the"
     endless = offer_of(WORDS, [Continuation("draft", b"use on the hill and " * 1000)])
@@ -272,18 +285,6 @@ async def test_a_draft_is_closed_whatever_happens_to_its_estimates() -> None:
     with pytest.raises(KeyError):
         source.close()
     assert drafter.closed
-
-
-def suffix_source(text: bytes) -> SuffixSource:
-    return SuffixSource(Tape(WORDS, candidates(WORDS, text)))
-
-
-def test_a_short_match_does_not_continue_another_source() -> None:
-    source = suffix_source(b"the small house. the small ")
-    after = source.propose(b"ho")
-    assert after is not None and after.data.startswith(b"use.")
-    assert suffix_source(b"xx hose yy ").propose(b"ho") is None
-    assert suffix_source(b"nothing twice").propose() is None
 
 
 class Fixed(CandidateSource):

@@ -1,5 +1,6 @@
-"""What prompt lookup proposes is what a slow search finds, and its confidence is measured."""
+"""What prompt lookup proposes is what a slow search finds, its confidence is measured, and the text is the same."""
 
+import asyncio
 import random
 import sys
 from itertools import chain, pairwise
@@ -8,13 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge.sources.source import Opening
+from bridge.planning.planner import Mode, SpeculationParameters
+from bridge.request import Request
+from bridge.sampling.sampler import SamplingParameters
 from bridge.sources.source_set import SourceSet
 from bridge.sources.suffix import SuffixSource
 from bridge.sources.token_lookup import MAX_PROPOSED_TOKENS, TokenLookup, confidence
 from bridge.tape import Tape
 from bridge.text.translation import candidates
 from tests.support import tiny
+from tests.support.alone import PROMPT, answer, did, oracle
+from tests.support.depth import examples
 
 MODEL = tiny.model("byte_level")
 WORDS = MODEL.vocabulary
@@ -135,8 +140,51 @@ def test_the_candidates_are_the_tokens_of_the_text_itself() -> None:
     assert offer.evidence[0] == pytest.approx(confidence(3))
 
 
-def test_bytes_are_indexed_before_the_event_loop_needs_them() -> None:
-    """For a long prompt that takes a while, and a grammar or a draft that joins later may ask for it in the loop."""
-    for alone in (False, True):
-        opening = Opening(Tape(WORDS, [5, 6, 7]), lambda model: model.vocabulary.prompt(""), alone=alone)
-        assert (SuffixSource.open(opening)._bytes is None) == alone
+@settings(max_examples=examples(600))
+@given(ids=IDS, after=st.lists(st.integers(0, 3), min_size=1, max_size=20), least=st.integers(1, 4))
+def test_what_follows_tokens_that_are_not_committed(ids: list[int], after: list[int], least: int) -> None:
+    lookup, whole = TokenLookup(ids), ids + after
+    found, confidences = lookup.match(after=after, least=least)
+    # Places before the end of the committed tokens, the latest ones of the last token.
+    lengths = {place: length_at(whole, place) for place in range(len(ids), 0, -1)}
+    matching = [place for place in lengths if lengths[place]][:8]
+    longest = max((lengths[place] for place in matching), default=0)
+    assert len(confidences) == len(found) == (MAX_PROPOSED_TOKENS if longest >= least else 0)
+    if found:
+        assert found in [slow_proposal(whole, place) for place in matching if lengths[place] == longest]
+        assert confidences[-1] == confidence(longest + MAX_PROPOSED_TOKENS - 1, 1, 1) or len(matching) > 1
+    again = TokenLookup(ids)
+    assert lookup.match() == again.match(), "they leave nothing in the tables"
+
+
+def test_another_sources_bytes_are_continued_if_two_tokens_match() -> None:
+    source = SuffixSource(Tape(WORDS, ids_of("the small house. the small ")))
+    after = source.propose(b"house")
+    assert after is not None and after.data.startswith(b". the small")
+    assert after.cut and after.confidences[0] < after.confidences[-1]
+    assert SuffixSource(Tape(WORDS, ids_of("xx hose yy."))).propose(b"h") is None
+    assert SuffixSource(Tape(WORDS, ids_of("nothing twice"))).propose() is None
+
+
+def test_a_text_that_repeats_itself_is_said_in_fewer_passes_and_stays_the_same() -> None:
+    """Only two ids are allowed, so that the random target repeats itself; the suffix match is the only source."""
+    target = tiny.model("byte_level")
+    engine = tiny.HashEngine(target)
+    bias = {id_: 50.0 for id_ in (70, 71)}
+    for temperature in (0.0, 0.7):
+        expected = oracle(target, engine, temperature, 150, logit_bias=bias)
+        request = Request(
+            PROMPT,
+            sampling=SamplingParameters(temperature=temperature, logit_bias=bias),
+            seed=0,
+            max_tokens=150,
+            speculation=SpeculationParameters(Mode.AUTO),
+        )
+        text, ids, finished = asyncio.run(answer(target, engine, None, None, request, temperature, logit_bias=bias))
+        assert ids == expected
+        assert text == target.vocabulary.spell(expected).decode(errors="replace")
+        assert finished.mode is Mode.AUTO
+        statistics = finished.statistics
+        assert 0 < did(statistics, "suffix").num_accepted_tokens == statistics.num_accepted_tokens
+        assert did(statistics, "suffix").num_draft_tokens == statistics.num_draft_tokens
+        assert statistics.target_pass_count < 150

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from bridge.errors import DraftBridgeError, PromptTooLong, ProtocolViolation, TokenOutOfRange
 from bridge.ports import Proposal, Sync
-from bridge.sources.suffix_index import SuffixMatcher
 from draftbridge import CallError, Client
 from draftbridge.v1 import draft_pb2, draft_pb2_grpc, model_pb2, model_pb2_grpc, target_pb2_grpc
 from services.cli import processes
 from services.cli.processes import Fleet, fleet, serve
 from services.errors import SlotsExhausted
 from services.model.draft.suffix import SuffixModel, SuffixSession
+from services.model.draft.suffix_index import SuffixMatcher
 from tests.services.test_cli import command, refused
 from tests.support import warm
 

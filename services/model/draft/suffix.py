@@ -7,11 +7,11 @@ from time import perf_counter_ns
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from bridge.ports import Proposal
-from bridge.sources.suffix_index import SuffixMatcher
 from bridge.text.models import Model
 from bridge.text.vocabulary import Vocabulary
 from services.errors import SlotsExhausted
 from services.model.draft.credit import CreditedSession
+from services.model.draft.suffix_index import SuffixMatcher
 
 # The most bytes that a `SuffixMatcher` indexes.
 _CONTEXT_BYTES = 1 << 20
