@@ -15,9 +15,10 @@ PROTOS := $(wildcard protos/draftbridge/v1/*.proto)
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: .venv/demo ## See what a draft gains. PROMPT="...", TARGET=..., DRAFT=..., SMALL=1 (skips 1.1 GB).
-	@$(BIN)/draftbridge demo $(if $(PROMPT),"$$PROMPT") $(if $(TARGET),--target "$$TARGET") \
-		$(if $(DRAFT),--draft "$$DRAFT") $(if $(SMALL),--small)
+DEMO := $(BIN)/draftbridge demo $(if $(PROMPT),"$$PROMPT") $(if $(TARGET),--target "$$TARGET") \
+	$(if $(DRAFT),--draft "$$DRAFT") $(if $(SMALL),--small)
+demo: .venv/compiled ## See what a draft gains. PROMPT="...", TARGET=..., DRAFT=..., SMALL=1 (skips 1.1 GB).
+	@$(DEMO)
 
 export PROMPT TARGET DRAFT
 
@@ -120,6 +121,11 @@ hooks: .venv/dev ## Lint and format before each commit, with pre-commit.
 # a file of torch that needs Python 3.12, and which nothing imports.
 COMPILE := $(BIN)/python -W ignore -m compileall -qq -j 0 .venv/lib || true
 
+# The download waits for the network meanwhile. If it fails, the demo tries again, and goes on with what it can have.
+.venv/compiled: .venv/demo
+	@$(DEMO) --download & $(COMPILE); wait
+	@touch $@
+
 # With a fast engine for GGUF files where there is a prebuilt library for the platform.
 .venv/demo: .venv/bin/python pyproject.toml constraints.txt
 	@echo "installing DraftBridge, and what it needs, into .venv"
@@ -127,13 +133,12 @@ COMPILE := $(BIN)/python -W ignore -m compileall -qq -j 0 .venv/lib || true
 		echo "The engine ik_llama could not be installed (pip's reason is above). Going on without it: drafts run in torch," \
 			"which is slower. For another fast engine, run make llamacpp, which compiles it." >&2; \
 		$(PIP) --quiet --no-compile --editable .; }
-	@$(COMPILE)
 	@touch $@
 
 .venv/dev: .venv/demo
 	$(PIP) --quiet --no-compile --editable '.[dev]'
 	@$(COMPILE)
-	@touch $@
+	@touch .venv/compiled $@
 
 # GCC 12 leaves out stores that llama.cpp's AMX kernels need, and they crash (llama.cpp issue 20824).
 LLAMACPP_FLAGS := -DCMAKE_CXX_FLAGS='-fno-tree-dse -fno-dse'

@@ -169,15 +169,20 @@ def _compared(together: str, alone: str) -> str:
 def _fetched(wanted: Demonstration, report: Callable[[str], None]) -> Demonstration:
     """Downloads the models, those of the small pair if the large one cannot be had. Returns the pair."""
     try:
-        if wanted.engine == registry.AUTO:
-            resolve(wanted.target, report, weights="")
-        else:
-            registry.prepare(wanted.engine, wanted.target, EngineOptions(), report)
-        if wanted.draft not in ("none", SUFFIX):
-            resolve(wanted.draft, report, weights="")
+        fetch(wanted, report)
     except (ModelNotFound, UnusableModel, NoSpace) as error:
         return _fetched(_smaller(wanted, error, report), report)
     return wanted
+
+
+def fetch(wanted: Demonstration, report: Callable[[str], None]) -> None:
+    """Downloads and converts the models. Raises a `DraftBridgeError`."""
+    if wanted.engine == registry.AUTO:
+        resolve(wanted.target, report, weights="")
+    else:
+        registry.prepare(wanted.engine, wanted.target, EngineOptions(), report)
+    if wanted.draft not in ("none", SUFFIX):
+        resolve(wanted.draft, report, weights="")
 
 
 def _why(together: Sample, alone: Sample) -> str:

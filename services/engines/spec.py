@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bridge.errors import InvalidField, UnusableModel
+from services.engines.cpu import surely_on_cpu
 from services.engines.openmp import load_torch
 from services.store.cache import Report
 
@@ -72,10 +73,12 @@ class EngineOptions:
     @property
     def on_cpu(self) -> bool:
         """Whether the device is the CPU. "auto" is the CPU if torch finds no GPU."""
+        if surely_on_cpu(self.device):
+            return True  # without torch, which takes seconds to load
         load_torch()
         from torch.cuda import is_available
 
-        return self.device == "cpu" or (self.device == "auto" and not is_available())
+        return self.device == "auto" and not is_available()
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,8 @@ class EngineSpec:
     there, before a model is prepared for it. `trusts`: it can run code of a model's directory. `for_gaudi`:
     `EngineOptions.gaudi` applies to it. `follows`: whether this process only computes a part of a model that another
     one serves; then `open` does not return. `auto_weights`: the meaning of `--weights auto` with `--engine auto`.
+    `try_file` tries in other processes whether the engine runs a prepared file, and remembers what it finds; it raises
+    `UnusableModel` if not. None: only opening the file shows that.
     """
 
     name: str
@@ -109,6 +114,7 @@ class EngineSpec:
     reason_to_skip: Callable[[str, EngineOptions], str] = lambda model, options: ""
     check_device: Callable[[str], None] = lambda device: None
     auto_weights: Weights = Weights.AUTO
+    try_file: Callable[[Path, EngineOptions, Report], None] | None = None
 
     @property
     def installed(self) -> bool:

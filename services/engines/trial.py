@@ -85,6 +85,13 @@ def fastest(
         return None
     if max(map(_size, paths.values())) < _MIN_WEIGHT_BYTES:
         return rivals[0]
+    if len(rivals) == 1 and (try_file := rivals[0].try_file):
+        try:
+            try_file(paths[rivals[0].name], chosen[rivals[0].name], report)
+        except UnusableModel as error:
+            report(f"{rivals[0].name} is not used: {error}")
+            return None
+        return rivals[0]
     # Of a single engine the trial shows only whether it runs the model: passes of one token are enough.
     drafts = drafts or len(rivals) == 1
     file = cache_directory().parent / "engines" / f"{_key(rivals, paths, options, drafts, deterministic)}.json"

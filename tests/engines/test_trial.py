@@ -22,7 +22,7 @@ from services.engines.timing import Timing
 from services.engines.torch.spec import TORCH
 from services.engines.trial import fastest
 from services.errors import DamagedFile
-from services.store.cache import CacheUnusable, NoSpace
+from services.store.cache import CacheUnusable, NoSpace, Report
 
 WIDTHS = (1, 2, 3, 5, 9, 17, 25)
 # Both need 1 ms for one token; each further token costs the first engine 1 ms, and the second 0.1 ms.
@@ -240,6 +240,23 @@ def test_auto_goes_on_with_other_files_if_no_engine_runs_those_of_a_kind(monkeyp
     monkeypatch.setattr("services.engines.ik_llama.spec.missing_instructions", lambda: "")
     assert choose_engine("auto", "gemma-3-270m", OPTIONS, lambda *_: None)[0].name == "torch"
     assert choose_engine("auto", "gemma-3-270m", OPTIONS)[0] is IK_LLAMA
+
+
+def test_the_only_engine_tries_a_file_by_itself_if_it_can(big: Path) -> None:
+    tried, lines, no_trial = list[tuple[Path, Weights]](), list[str](), Attempts()
+
+    def try_file(path: Path, options: EngineOptions, report: Report) -> None:
+        tried.append((path, options.weights))
+        if len(tried) > 1:
+            raise UnusableModel("the library crashes with it")
+
+    only = replace(engine("a", big), try_file=try_file, auto_weights=Weights.REPACKED)
+    for chosen in ("a", ""):
+        assert name(fastest([only], "model", OPTIONS, report=lines.append, attempt=no_trial)) == chosen
+    assert tried == [(big, Weights.REPACKED)] * 2
+    assert lines == ["a is not used: the library crashes with it"]
+    rivals, attempts = [only, engine("b", big)], Attempts(a=WIDE, b=NARROW)
+    assert name(fastest(rivals, "model", OPTIONS, report=str, attempt=attempts)) == "a" and len(tried) == 2
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from bridge.errors import UnusableModel
 from services.engines.cpu import cpu_flags, cpu_name
 from services.engines.measuring import alone, library_facts, remember, run, speed
 from services.engines.timing import Timing, timed
-from services.store.cache import cache_directory
+from services.store.cache import Report, cache_directory
 
 if TYPE_CHECKING:  # it loads a library that may not be installed
     from services.engines.ik_llama.library import Context
@@ -74,15 +74,23 @@ class Way:
 Probe: TypeAlias = Callable[[Path, int, bool, Way | None], Way | None]
 
 
-def choose_way(gguf: Path, threads: int, repacked: bool | None = None, probe: Probe | None = None) -> Way:
+def choose_way(
+    gguf: Path,
+    threads: int,
+    repacked: bool | None = None,
+    probe: Probe | None = None,
+    report: Report = lambda text: None,
+) -> Way:
     """Returns the faster of two ways, of those that give the same logits at every width if there is one.
 
-    `repacked`: the only way to try. Raises `UnusableModel` if the library cannot run the file.
+    `repacked`: the only way to try. `report` is called before it measures, which takes a while. Raises `UnusableModel`
+    if the library cannot run the file.
     """
     file = cache_directory().parent / "ik_llama" / f"{_key(gguf, threads, repacked)}.json"
     if remembered := _read(file):
         return remembered
     tries = (False, True) * _ROUNDS if repacked is None else (repacked,)
+    report(f"trying how ik_llama runs {gguf.name} best here (once)")
     with alone(4 * _TIMEOUT_SECONDS):
         return _read(file) or _measured(gguf, threads, tries, probe or _probe, file)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from bridge.errors import UnusableModel
 from services.engines import gguf
-from services.engines.cpu import cpu_flags
+from services.engines.cpu import core_count, cpu_flags
 from services.engines.openmp import bind_this_thread
 from services.engines.spec import EngineOptions, EngineSpec, Weights
 from services.store.cache import Report
@@ -52,10 +52,20 @@ def _open(path: Path, options: EngineOptions) -> "Engine":
         threads=options.threads,
         slot_count=options.slot_count,
         cache_byte_limit=options.cache_byte_limit,
-        repacked=None if options.weights is Weights.AUTO else options.weights is Weights.REPACKED,
+        repacked=_repacked(options),
     )
     bind_this_thread()
     return opened
+
+
+def _try_file(path: Path, options: EngineOptions, report: Report) -> None:
+    from services.engines.ik_llama.probe import choose_way
+
+    choose_way(path, options.threads or core_count(), _repacked(options), report=report)
+
+
+def _repacked(options: EngineOptions) -> bool | None:
+    return None if options.weights is Weights.AUTO else options.weights is Weights.REPACKED
 
 
 def _passed_over(model: str, options: EngineOptions) -> str:
@@ -80,4 +90,5 @@ IK_LLAMA = EngineSpec(
     install="pip install '.[ik-llama]' in the checkout",
     reason_to_skip=_passed_over,
     check_device=_check_device,
+    try_file=_try_file,
 )
