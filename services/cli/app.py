@@ -66,14 +66,14 @@ def demo(
 ) -> None:
     """Generate with and without a draft, and compare text and speed."""
     with importing():
-        from services.cli.demo import LARGE, SMALL, fetch, run
+        from services.cli.demo import LARGE, SMALL, fetch_both, run
 
     wanted = SMALL if small else LARGE
     if target or engine:  # the reasons apply to the default target and engine only
         wanted = replace(wanted, target=target or wanted.target, engine=engine or "auto", reasons={})
     wanted = replace(wanted, draft=draft or wanted.draft, prompt=prompt or wanted.prompt)
     if download:
-        fetch(wanted, report)
+        fetch_both(wanted, report)
     else:
         run(out, wanted, max_tokens, report)
 

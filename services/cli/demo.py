@@ -1,5 +1,6 @@
 """Runs `draftbridge demo`: two models with different tokenizers generate together, and a table shows the gain."""
 
+import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,7 @@ from rich.text import Text
 from bridge.errors import DraftBridgeError, UnusableModel
 from draftbridge import Client, Event
 from draftbridge.v1 import bridge_pb2
+from services.child import command
 from services.cli import bench
 from services.cli.bench import ALONE, AUTO, Sample
 from services.cli.fitted import Fitted
@@ -173,6 +175,19 @@ def _fetched(wanted: Demonstration, report: Callable[[str], None]) -> Demonstrat
     except (ModelNotFound, UnusableModel, NoSpace) as error:
         return _fetched(_smaller(wanted, error, report), report)
     return wanted
+
+
+def fetch_both(wanted: Demonstration, report: Callable[[str], None]) -> None:
+    """Downloads and converts both models at the same time, the draft in another process. Raises as `fetch`."""
+    if wanted.draft not in ("none", SUFFIX):
+        words = command("services.cli", "demo", "--download", "--target", wanted.draft, "--draft", "none")
+        beside = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            fetch(replace(wanted, draft="none"), report)
+            beside.wait()
+        finally:
+            beside.terminate()
+    fetch(wanted, report)  # shows what went wrong with the draft
 
 
 def fetch(wanted: Demonstration, report: Callable[[str], None]) -> None:

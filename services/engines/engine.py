@@ -19,7 +19,7 @@ _TIMES, _MOST_TIMES = 2, 4
 _WARMING_NS = 5_000_000_000
 # Widths whose first forward is compared with the second; below this ratio, it prepared nothing. It is 1.0 to 1.1 in
 # torch and ik_llama.cpp, and 1.4 to 3.5 in OpenVINO.
-_COMPARED_WIDTHS, _UNPREPARED = 3, 1.2
+_COMPARED_WIDTHS, _ENOUGH_WIDTHS, _UNPREPARED = 5, 3, 1.2
 # A prime, so that multiples of it modulo the size of a vocabulary are distinct.
 _ID_STEP = 7919
 # Slot lengths are multiples of this number of tokens, because llama.cpp rounds them up to it.
@@ -156,8 +156,8 @@ def warm(engine: Engine, widths: Iterable[int], clock_ns: Callable[[], int] = pe
     """Runs one forward of each width, because libraries prepare kernels when they first see a shape.
 
     The first forward of a width may take ten times as long as later ones, which would distort measured costs. Where it
-    does not, there is nothing to prepare: on a CPU, the second to fourth widths show it, and this ends there.
-    Elsewhere, where some widths share a kernel, it ends after 5 seconds.
+    does not, there is nothing to prepare: on a CPU, three of the second to sixth widths show it, because other work may
+    slow down one of them, and this ends there. Elsewhere, where some widths share a kernel, it ends after 5 seconds.
     """
 
     def run(width: int) -> int:
@@ -172,7 +172,7 @@ def warm(engine: Engine, widths: Iterable[int], clock_ns: Callable[[], int] = pe
         compared = engine.device.lower() == "cpu" and 0 < number <= _COMPARED_WIDTHS
         again_ns = run(width) if late or compared else 0
         unprepared += compared and first_ns < _UNPREPARED * again_ns
-        if unprepared == _COMPARED_WIDTHS or (late and first_ns < 2 * again_ns):
+        if unprepared == _ENOUGH_WIDTHS or (late and first_ns < 2 * again_ns):
             return
 
 

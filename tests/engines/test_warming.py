@@ -46,11 +46,24 @@ class Timed:
         ("cuda", 1000, 1000, 6),  # nothing is prepared: it ends at the first width after 5 s
         ("CPU", 140, 100, 25),
         ("CPU", 1000, 700, 4),
-        ("cpu", 110, 100, 4),  # nothing is prepared: the second to fourth widths show it
+        ("cpu", 110, 100, 4),  # nothing is prepared: three widths show it
     ],
 )
 def test_warming_goes_on_as_long_as_it_gains_something(device: str, first_ms: int, later_ms: int, warmed: int) -> None:
     engine = Timed(device, first_ms, later_ms)
+    warm(engine, range(1, 26), lambda: engine.now_ns)
+    assert sorted(set(engine.widths)) == list(range(1, warmed + 1))
+
+
+@pytest.mark.parametrize(("disturbed", "warmed"), [((3,), 5), ((2, 4), 6), ((2, 3, 4), 25)])
+def test_other_work_during_one_forward_does_not_prolong_warming(disturbed: tuple[int, ...], warmed: int) -> None:
+    class Disturbed(Timed):
+        def forward(self, rows: Sequence[Row]) -> list[Logits]:
+            width = len(rows[0].token_ids)
+            self.now_ns += 100_000_000 * (width in disturbed and width not in self.widths)
+            return super().forward(rows)
+
+    engine = Disturbed("cpu", 100, 100)
     warm(engine, range(1, 26), lambda: engine.now_ns)
     assert sorted(set(engine.widths)) == list(range(1, warmed + 1))
 

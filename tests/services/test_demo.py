@@ -128,3 +128,28 @@ def test_a_draft_without_a_model_needs_no_files(gone: dict[str, Exception], draf
 )
 def test_the_texts_are_compared_in_words(alone: str, words: str) -> None:
     assert words in demo._compared("größer", alone)
+
+
+def test_both_models_are_fetched_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in another process if there is only one, nor without an end."""
+    begun, fetched = list[list[str]](), list[Demonstration]()
+
+    class Process:
+        def __init__(self, words: list[str], **_: object) -> None:
+            begun.append(words)
+
+        def wait(self) -> None:
+            assert fetched == [replace(LARGE, draft="none")]
+
+        def terminate(self) -> None:
+            pass
+
+    monkeypatch.setattr(demo.subprocess, "Popen", Process)
+    monkeypatch.setattr(demo, "fetch", lambda wanted, report: fetched.append(wanted))
+    demo.fetch_both(LARGE, str)
+    assert fetched == [replace(LARGE, draft="none"), LARGE]
+    (words,) = begun
+    assert words[-3:] == [LARGE.draft, "--draft", "none"]
+    for draft in ("none", "suffix"):
+        demo.fetch_both(replace(LARGE, draft=draft), str)
+    assert len(begun) == 1

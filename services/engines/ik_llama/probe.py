@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # it loads a library that may not be installed
 _log = logging.getLogger(__name__)
 
 # Widths whose passes are timed, how often, and the tokens before them.
-_TIMED_WIDTHS, _REPETITIONS, _CONTEXT = (1, 2, 4, 8), 5, 62
+_TIMED_WIDTHS, _REPETITIONS, _CONTEXT = (1, 2, 4, 8), 3, 62
 # Tokens whose logits are compared between widths, and with those of one and of two tokens.
 _COMPARED, _COMPARED_SINGLY = 31, 8
 # The number of the rule by which a way is chosen: what was remembered by an earlier rule is measured anew.
