@@ -15,10 +15,9 @@ PROTOS := $(wildcard protos/draftbridge/v1/*.proto)
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-DEMO := $(BIN)/draftbridge demo $(if $(PROMPT),"$$PROMPT") $(if $(TARGET),--target "$$TARGET") \
-	$(if $(DRAFT),--draft "$$DRAFT") $(if $(SMALL),--small)
-demo: .venv/compiled ## See what a draft gains. PROMPT="...", TARGET=..., DRAFT=..., SMALL=1 (skips 1.1 GB).
-	@$(DEMO)
+demo: .venv/demo ## See what a draft gains. PROMPT="...", TARGET=..., DRAFT=..., SMALL=1 (skips 1.1 GB).
+	@$(BIN)/draftbridge demo $(if $(PROMPT),"$$PROMPT") $(if $(TARGET),--target "$$TARGET") \
+		$(if $(DRAFT),--draft "$$DRAFT") $(if $(SMALL),--small)
 
 export PROMPT TARGET DRAFT
 
@@ -118,13 +117,9 @@ hooks: .venv/dev ## Lint and format before each commit, with pre-commit.
 	$(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }
 
 # pip compiles modules one after another, which takes nearly half of the time; compileall uses all cores. It fails for
-# a file of torch that needs Python 3.12, and which nothing imports.
+# a file of torch that needs Python 3.12, and which nothing imports. The demo needs few of them, and compiles those
+# while it downloads.
 COMPILE := $(BIN)/python -W ignore -m compileall -qq -j 0 .venv/lib || true
-
-# The download waits for the network meanwhile. If it fails, the demo tries again, and goes on with what it can have.
-.venv/compiled: .venv/demo
-	@$(DEMO) --download & $(COMPILE); wait
-	@touch $@
 
 # With a fast engine for GGUF files where there is a prebuilt library for the platform.
 .venv/demo: .venv/bin/python pyproject.toml constraints.txt
@@ -138,7 +133,7 @@ COMPILE := $(BIN)/python -W ignore -m compileall -qq -j 0 .venv/lib || true
 .venv/dev: .venv/demo
 	$(PIP) --quiet --no-compile --editable '.[dev]'
 	@$(COMPILE)
-	@touch .venv/compiled $@
+	@touch $@
 
 # GCC 12 leaves out stores that llama.cpp's AMX kernels need, and they crash (llama.cpp issue 20824).
 LLAMACPP_FLAGS := -DCMAKE_CXX_FLAGS='-fno-tree-dse -fno-dse'

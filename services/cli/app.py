@@ -62,20 +62,16 @@ def demo(
         int | None,
         typer.Option(min=2, help="The most tokens to generate; by default 96, or fewer with a slow target."),
     ] = None,
-    download: Annotated[bool, typer.Option("--download", help="Only download and convert the models.")] = False,
 ) -> None:
     """Generate with and without a draft, and compare text and speed."""
     with importing():
-        from services.cli.demo import LARGE, SMALL, fetch_both, run
+        from services.cli.demo import LARGE, SMALL, run
 
     wanted = SMALL if small else LARGE
     if target or engine:  # the reasons apply to the default target and engine only
         wanted = replace(wanted, target=target or wanted.target, engine=engine or "auto", reasons={})
     wanted = replace(wanted, draft=draft or wanted.draft, prompt=prompt or wanted.prompt)
-    if download:
-        fetch_both(wanted, report)
-    else:
-        run(out, wanted, max_tokens, report)
+    run(out, wanted, max_tokens, report)
 
 
 @app.command()

@@ -1,6 +1,6 @@
 """Runs `draftbridge demo`: two models with different tokenizers generate together, and a table shows the gain."""
 
-import subprocess
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
@@ -12,7 +12,6 @@ from rich.text import Text
 from bridge.errors import DraftBridgeError, UnusableModel
 from draftbridge import Client, Event
 from draftbridge.v1 import bridge_pb2
-from services.child import command
 from services.cli import bench
 from services.cli.bench import ALONE, AUTO, Sample
 from services.cli.fitted import Fitted
@@ -171,33 +170,33 @@ def _compared(together: str, alone: str) -> str:
 def _fetched(wanted: Demonstration, report: Callable[[str], None]) -> Demonstration:
     """Downloads the models, those of the small pair if the large one cannot be had. Returns the pair."""
     try:
-        fetch(wanted, report)
+        _fetch(wanted, report)
     except (ModelNotFound, UnusableModel, NoSpace) as error:
         return _fetched(_smaller(wanted, error, report), report)
     return wanted
 
 
-def fetch_both(wanted: Demonstration, report: Callable[[str], None]) -> None:
-    """Downloads and converts both models at the same time, the draft in another process. Raises as `fetch`."""
-    if wanted.draft not in ("none", SUFFIX):
-        words = command("services.cli", "demo", "--download", "--target", wanted.draft, "--draft", "none")
-        beside = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def _fetch(wanted: Demonstration, report: Callable[[str], None]) -> None:
+    """Downloads and converts both models at the same time. Raises a `DraftBridgeError`."""
+    failures = list[Exception]()
+
+    def fetch_draft() -> None:
         try:
-            fetch(replace(wanted, draft="none"), report)
-            beside.wait()
-        finally:
-            beside.terminate()
-    fetch(wanted, report)  # shows what went wrong with the draft
+            resolve(wanted.draft, report, weights="")
+        except Exception as error:  # raised again in the main thread
+            failures.append(error)
 
-
-def fetch(wanted: Demonstration, report: Callable[[str], None]) -> None:
-    """Downloads and converts the models. Raises a `DraftBridgeError`."""
+    beside = threading.Thread(target=fetch_draft, daemon=True)  # for which an interrupted process does not wait
+    if wanted.draft not in ("none", SUFFIX):
+        beside.start()
     if wanted.engine == registry.AUTO:
         resolve(wanted.target, report, weights="")
     else:
         registry.prepare(wanted.engine, wanted.target, EngineOptions(), report)
-    if wanted.draft not in ("none", SUFFIX):
-        resolve(wanted.draft, report, weights="")
+    if beside.ident:
+        beside.join()
+    if failures:
+        raise failures[0]
 
 
 def _why(together: Sample, alone: Sample) -> str:

@@ -21,11 +21,11 @@ from services.store.cache import NoSpace
 
 @pytest.fixture
 def gone(monkeypatch: pytest.MonkeyPatch) -> dict[str, Exception]:
-    """Errors by model; other models are there. They are fetched in the main thread, which Ctrl-C interrupts."""
+    """Errors by model; other models are there. Targets are fetched in the main thread, which Ctrl-C interrupts."""
     errors: dict[str, Exception] = {}
 
     def resolve(model: str, report: object, *, weights: str) -> Path:
-        assert threading.current_thread() is threading.main_thread()
+        assert model not in (LARGE.target, SMALL.target) or threading.current_thread() is threading.main_thread()
         if model in errors:
             raise errors[model]
         return Path(model)
@@ -131,25 +131,13 @@ def test_the_texts_are_compared_in_words(alone: str, words: str) -> None:
 
 
 def test_both_models_are_fetched_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither in another process if there is only one, nor without an end."""
-    begun, fetched = list[list[str]](), list[Demonstration]()
+    """The draft in a thread that no interrupted process waits for."""
+    both, threads = threading.Barrier(2, timeout=60), dict[str, threading.Thread]()
 
-    class Process:
-        def __init__(self, words: list[str], **_: object) -> None:
-            begun.append(words)
+    def resolve(model: str, report: object, *, weights: str) -> None:
+        threads[model] = threading.current_thread()
+        both.wait()
 
-        def wait(self) -> None:
-            assert fetched == [replace(LARGE, draft="none")]
-
-        def terminate(self) -> None:
-            pass
-
-    monkeypatch.setattr(demo.subprocess, "Popen", Process)
-    monkeypatch.setattr(demo, "fetch", lambda wanted, report: fetched.append(wanted))
-    demo.fetch_both(LARGE, str)
-    assert fetched == [replace(LARGE, draft="none"), LARGE]
-    (words,) = begun
-    assert words[-3:] == [LARGE.draft, "--draft", "none"]
-    for draft in ("none", "suffix"):
-        demo.fetch_both(replace(LARGE, draft=draft), str)
-    assert len(begun) == 1
+    monkeypatch.setattr(demo, "resolve", resolve)
+    assert demo._fetched(SMALL, str) is SMALL
+    assert threads[SMALL.target] is threading.main_thread() and threads[SMALL.draft].daemon
