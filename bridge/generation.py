@@ -90,13 +90,14 @@ async def generate(
 ) -> AsyncGenerator[Started | Delta | Finished, None]:
     """Yields the target's own continuation of the request; a draft only makes it faster.
 
-    `next_draft` returns the request's draft and, later, another one for the rest of the text, given the error of the
-    present one, or None if that one gains nothing. A draft is closed once it is of no more use; the caller closes those
-    that it opened, which may be done twice. `estimates` returns what other requests have learned about the replica of
-    the target that serves this one now, which adds to it. `memory` holds what was learned from outputs of tenants, to
-    which one with a tenant adds. `clock` returns nanoseconds. The request counts into `statistics`, which the caller
-    may read at any time. `grammar` follows the request's grammar from the start of the text; `target` must obey the
-    same. `started_ns`: when the request arrived, by the same clock; now by default.
+    `next_draft(None)` returns the request's draft at the start and, later, a better one for the rest of the text, if
+    there is one; `next_draft(error)` another one in place of a draft that failed. A draft is closed as soon as it is
+    not used any more; the caller closes all of them in the end, because an interrupted request may not.
+    `estimates` returns what other requests have learned about the replica of the target that serves this one now, which
+    adds to it. `memory` holds what was learned from outputs of tenants, to which one with a tenant adds. `clock`
+    returns nanoseconds. The request counts into `statistics`, which the caller may read at any time. `grammar` follows
+    the request's grammar from the start of the text; `target` must obey the same. `started_ns`: when the request
+    arrived, by the same clock; now by default.
     Raises `InvalidRequest` for a request that the target cannot serve, and the errors of `speculate`.
     """
     started = clock() if started_ns is None else started_ns

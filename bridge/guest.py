@@ -1,9 +1,11 @@
 """Proposes candidates to a guest: an engine that keeps its own loop and reports each of its forwards.
 
-    step     what a forward of the engine has changed (`guest_step.StepUpdate`)
-    commit   each sequence's new tokens go to its tape and its sources
-    choose   one sequence: by its planner, as in our own loop; several: `planning.batch` shares the forward among them
-    settle   after the answer was sent: estimates learn, and drafts go on from the new tokens
+    step              takes what a forward of the engine has changed (`guest_step.StepUpdate`), in three parts:
+      _take           finds each sequence, or begins it
+      _commit         appends its new tokens to its tape, and informs its sources
+      choose          one sequence: by its planner, as in our own loop (`GuestSequence.choose`)
+      _choose_for_all several: `planning.batch` shares the forward among them
+    settle            after the answer was sent: estimates learn, and drafts go on from the new tokens
 
 Nothing that a guest reports can fail a step: a sequence that the bridge cannot follow gets no candidates.
 """
@@ -35,11 +37,11 @@ _PLAIN_FORWARDS = 100
 # such trial doubles the number, up to the second one, until candidates seem worth verifying again.
 _IDLE_FORWARDS, _MAX_IDLE_FORWARDS = 25, 400
 # The chance from which a candidate takes part in such a trial.
-_PROMISING = 0.5
+_LIKELY = 0.5
 # Choosing for several sequences may take this long, however short the deadline is.
 _MIN_DEADLINE_NS = 1_000_000
 # A sequence that the deadline left no time for is expected to have this many more right candidates in each forward.
-_WAITING_PROMISE = 0.05
+_WAITING_PRIORITY = 0.05
 # A sequence that gains more tokens in a step is opened again, because appending them would take milliseconds.
 MAX_GAINED_TOKENS = 1 << 12
 # A step, and what follows it, let other work of the event loop run at least this often.
@@ -52,7 +54,7 @@ _PROMPT_FACTOR = 1.5
 class Held:
     """A sequence that the engine has named. `sequence` is None while it is opened, and if it cannot be followed.
 
-    `prompt_count`: how many of its tokens the engine did not generate. `promise`: how many right candidates its last
+    `prompt_count`: how many of its tokens the engine did not generate. `priority`: how many right candidates its last
     offer for a shared forward had, as expected, and more with each forward since then.
     """
 
@@ -62,7 +64,7 @@ class Held:
     sequence: GuestSequence | None = None
     opening: "asyncio.Task[None] | None" = None
     refused: bool = False
-    promise: float = 0.0
+    priority: float = 0.0
 
     @property
     def tokens(self) -> Sequence[int]:
@@ -313,9 +315,9 @@ class Guest:
         considered = next((most for limit, most in _CONSIDERED if count <= limit), _MIN_CONSIDERED)
         self._turn += 1
         # If the deadline is too short for all sequences, those with good offers come first, and each gets its turn.
-        named = sorted(named, key=lambda pair: pair[1].promise, reverse=True)
+        named = sorted(named, key=lambda pair: pair[1].priority, reverse=True)
         for _, held in named:
-            held.promise += _WAITING_PROMISE
+            held.priority += _WAITING_PRIORITY
         offered, until = [], self._clock() + _WORKING_NS
         for place, (one, held) in enumerate(named):
             if self._clock() > deadline:
@@ -326,7 +328,7 @@ class Guest:
                     offer, chances = Offer(), list[float]()
                     if not plain:
                         offer, chances = sequence.best_offer(considered)
-                        held.promise = expected_count(chances)
+                        held.priority = expected_count(chances)
                     offered.append((one.id, sequence, offer, chances))
             until = await self._give_way(until)
         widths = self._shared([chances for *_, chances in offered], count)
@@ -344,7 +346,7 @@ class Guest:
         if self._idle_forward_count < self._idle_limit:
             return widths
         self._idle_forward_count, self._idle_limit = 0, min(2 * self._idle_limit, _MAX_IDLE_FORWARDS)
-        least = min(_PROMISING, max(one[0] for one in chances if one))
+        least = min(_LIKELY, max(one[0] for one in chances if one))
         return [int(bool(one) and one[0] >= least) for one in chances]
 
     def _give_draft(self) -> None:

@@ -73,7 +73,13 @@ class Drafter(Protocol):
 
 @dataclass(frozen=True)
 class Run:
-    """Sets the target's committed sequence and lets it decode up to `credit` tokens."""
+    """Sets the target's committed sequence and lets it decode up to `credit` tokens.
+
+    `token_ids` follow the first `base_token_count` tokens. `byte_offset`: the bytes of generated text before the next
+    token, and `empty_token_count`: the generated tokens without bytes at its end; both select the next token's noise.
+    `generated_token_count`: how many of the tokens are not of the prompt. `patience_us`: how long the target may wait
+    for candidates.
+    """
 
     base_token_count: int
     token_ids: tuple[int, ...]

@@ -17,8 +17,8 @@ from bridge.text.vocabulary import Rendering
 from bridge.threads import threads_for
 
 MAX_STOP_STRINGS = 64
-# Of the name that a client gives. Servers put the name of the client's key and a slash before it: the bridge, and an
-# HTTP door in a process of its own.
+# The most characters of the tenant that a client names, and of what a server puts before it: the name of the client's
+# key and a slash. Both the bridge and an HTTP door in a process of its own do so.
 MAX_TENANT_LENGTH, KEY_PREFIX_LENGTH = 256, 65
 
 

@@ -23,7 +23,7 @@ class SourceStatistics:
 
 @dataclass
 class PlanStatistics:
-    """Compares the passes made under plans of one name with what was predicted. The first pass is left out.
+    """Compares the passes made under plans of one name with what was predicted, those whose time is known.
 
     `plain_ns`: the predicted time of the same tokens in passes without candidates.
     """
@@ -82,7 +82,7 @@ class Statistics:
     current_plan: str = ""
     sources: dict[str, SourceStatistics] = field(default_factory=dict)
     plans: dict[str, PlanStatistics] = field(default_factory=dict)
-    # Without the first pass.
+    # Those whose time is known.
     draft_passes: DraftPasses = field(default_factory=DraftPasses)
     # The names of the drafts that took part, in order, and why the first one was chosen.
     drafts: list[str] = field(default_factory=list)
@@ -104,7 +104,7 @@ class Statistics:
         }
 
     def _per_second(self, count: str, ns: str) -> float:
-        """Returns a speed over all passes after the first, or 0 without such passes."""
+        """Returns a speed over all passes whose time is known, or 0 without such passes."""
         counted, total_ns = (sum(getattr(one, name) for one in self.plans.values()) for name in (count, ns))
         return 1e9 * counted / total_ns if total_ns else 0.0
 

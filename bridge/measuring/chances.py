@@ -9,7 +9,7 @@ _PRIOR_COUNT, _MAX_COUNT = 8.0, 800.0
 # in each pass, so that a source that was wrong at first is tried again.
 _SHARED_COUNT, _FADE = 24.0, 0.99
 # The factor by which an optimistic request's imagined right candidates shrink in each pass.
-_HOPE_FADE = 0.8
+_IMAGINED_FADE = 0.8
 
 
 class Chances:
@@ -47,12 +47,12 @@ class RequestChances:
     """Estimates the same chance for one request: the shared odds times a factor learned from its own candidates.
 
     The factor is the same for all evidence, so that every candidate informs it. It fades, so that a source that was
-    wrong for a while is tried again. `hope` is a number of imagined right candidates before the first pass, so that a
-    source that is still unknown is tried.
+    wrong for a while is tried again. `imagined_right`: right candidates that are imagined before the first pass, so
+    that a source that is still unknown is tried.
     """
 
-    def __init__(self, shared: Chances, hope: float = 0.0) -> None:
-        self.shared, self._hope = shared, hope
+    def __init__(self, shared: Chances, imagined_right: float = 0.0) -> None:
+        self.shared, self._imagined_right = shared, imagined_right
         self._right = self._expected = self._tried = 0.0
         self._odds_factor = 1.0
 
@@ -67,7 +67,7 @@ class RequestChances:
     def _own(self, shared: float) -> float:
         shared = _within(shared)
         if not self._tried:
-            return (self._hope + _SHARED_COUNT * shared) / (self._hope + _SHARED_COUNT)
+            return (self._imagined_right + _SHARED_COUNT * shared) / (self._imagined_right + _SHARED_COUNT)
         odds = shared / (1 - shared) * self._odds_factor
         return odds / (1 + odds)
 
@@ -76,7 +76,7 @@ class RequestChances:
 
         Candidates after a wrong one do not belong to it; see `Chances.observe`. Reduces the weight of earlier passes.
         """
-        self._hope *= _HOPE_FADE
+        self._imagined_right *= _IMAGINED_FADE
         self._right, self._expected, self._tried = _FADE * self._right, _FADE * self._expected, _FADE * self._tried
         for evidence, right in candidates:
             self._expected += self.shared.of(evidence)
@@ -85,8 +85,8 @@ class RequestChances:
             self.shared.observe(evidence, right)
         if self._tried:
             mean = _within(self._expected / self._tried)
-            own = self._right + self._hope + _SHARED_COUNT * mean
-            own = _within(own / (self._tried + self._hope + _SHARED_COUNT))
+            own = self._right + self._imagined_right + _SHARED_COUNT * mean
+            own = _within(own / (self._tried + self._imagined_right + _SHARED_COUNT))
             self._odds_factor = own / (1 - own) / (mean / (1 - mean))
 
 

@@ -8,7 +8,7 @@ from math import inf
 
 # Nanoseconds that are assumed until they are measured: from a pass until candidates that the bridge already has reach
 # the target; a message to the draft and its answer.
-PRIOR_HOP_NS, PRIOR_ROUND_TRIP_NS = 600_000.0, 1_000_000.0
+PRIOR_CANDIDATE_DELAY_NS, PRIOR_ROUND_TRIP_NS = 600_000.0, 1_000_000.0
 # The assumed factor by which a forward is slower while another model computes on the same cores. On two cores it was
 # 3 to 9; measuring it takes seconds.
 PRIOR_SLOWDOWN = 4.0

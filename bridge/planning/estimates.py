@@ -1,7 +1,7 @@
 """Estimates the costs and acceptance of a target, and of one request, from measured times and accepted candidates.
 
-All requests share `TargetEstimates` and `DraftEstimates`; `RequestEstimates` starts from them. Queries change no
-estimate, but create the priors of a draft at first. A wrong estimate costs time but never changes text.
+All requests share `TargetEstimates` and `DraftEstimates`; `RequestEstimates` starts from them. To read an estimate
+changes none. A wrong estimate costs time but never changes text.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ from itertools import islice
 from cachetools import LRUCache
 
 from bridge.measuring.chances import Chances, RequestChances
-from bridge.measuring.costs import MAX_DELAY_RATIO, PRIOR_HOP_NS, Ewma, ForwardTime, WidthCost
+from bridge.measuring.costs import MAX_DELAY_RATIO, PRIOR_CANDIDATE_DELAY_NS, Ewma, ForwardTime, WidthCost
 from bridge.measuring.draft_estimates import DraftEstimates
 from bridge.planning.prediction import Plan, Prediction
 from bridge.sources.source import DRAFT, CandidateSource, Offer, Outcome
@@ -22,14 +22,14 @@ from bridge.text.common_prefix import common_prefix_length
 
 # Average bytes of a target token until some were seen, and the weight of each new token.
 _PRIOR_TOKEN_BYTES, _TOKEN_BYTES_FRESH = 4.0, 0.02
-# The hop is measured only in passes that waited at least this long for candidates.
+# The delay of candidates is measured only in passes that waited at least this long for candidates.
 _MIN_WAITED_NS = 20_000
 # The tokens that a text is assumed to have until some have ended, and the weight of that, in texts. Most texts end long
 # before their request's limit.
 _PRIOR_TEXT_TOKENS, _PRIOR_TEXTS = 200.0, 2
 # The right candidates of the draft that each request imagines at its start, because a draft that is never tried is
 # never measured.
-_HOPE = 4.0
+_IMAGINED_RIGHT = 4.0
 # The weight of the prior ratio of 1, in accepted candidates or in passes without candidates, and the factor by which
 # each further pass of any plan reduces the weight of earlier ones.
 _RATIO_PRIOR, _RATIO_FADE = 6.0, 0.99
@@ -101,7 +101,7 @@ class _Load:
 
     widths: WidthCost
     single_ns: float
-    hop: Ewma = field(default_factory=lambda: Ewma(PRIOR_HOP_NS, count=1))
+    candidate_delay: Ewma = field(default_factory=lambda: Ewma(PRIOR_CANDIDATE_DELAY_NS, count=1))
 
 
 class TargetEstimates:
@@ -198,7 +198,7 @@ class RequestEstimates:
         """Goes on with a draft, perhaps in place of another one."""
         self.draft, self.draft_pass_count, self._tried_draft = draft, 0, False
         self.chances[DRAFT] = RequestChances(draft.chances)
-        self.positions = RequestChances(draft.positions, _HOPE)
+        self.positions = RequestChances(draft.positions, _IMAGINED_RIGHT)
 
     def corrected(self, source: str, found: Prediction, plain_ns: float) -> Prediction:
         """Returns a prediction for candidates of a source that proposes at once; see `Correction.applied`."""
@@ -266,7 +266,7 @@ class RequestEstimates:
         self.waiting_gain.observe(plan.waiting_gain_ns, _GAIN_FRESH)
         if result.waited_ns >= _MIN_WAITED_NS and not plan.pace.lead:
             waited_ns = 2 * result.waited_ns if outcome.timed_out else result.waited_ns
-            costs.hop.observe(waited_ns, limit=MAX_DELAY_RATIO)
+            costs.candidate_delay.observe(waited_ns, limit=MAX_DELAY_RATIO)
 
     def _observe_yield(self, plan: Plan, outcome: Outcome, elapsed_ns: int) -> None:
         corrections = self.shared.corrections

@@ -35,7 +35,7 @@ _OFFERED_PASSES = 6
 _PATIENCE_FACTOR, _AHEAD_PATIENCE_FACTOR, _MIN_PATIENCE_NS = 3.0, 1.5, 2_000_000
 # In lockstep, which a user chose, the target waits longer than any draft needs.
 _LOCKSTEP_PATIENCE_NS = 5_000_000_000
-# The target waits for candidates that the bridge already has if the average gain is this many times the hop's time.
+# The target waits for candidates that the bridge already has if the average gain is this many times their delay.
 _WAITING_MARGIN = 3.0
 # A draft that makes passes slower by less than this factor may run at any time.
 _FREE_SLOWDOWN = 1.1
@@ -311,8 +311,8 @@ class Planner:
 
     def _patience_ns(self, costs: TargetCosts) -> float:
         """Returns how long the target may wait for candidates that the bridge already has; 0 if that gained little."""
-        gains = self.estimates.waiting_gain.value > _WAITING_MARGIN * costs.hop_ns
-        return max(_PATIENCE_FACTOR * costs.hop_ns, _MIN_PATIENCE_NS) if gains else 0.0
+        gains = self.estimates.waiting_gain.value > _WAITING_MARGIN * costs.candidate_delay_ns
+        return max(_PATIENCE_FACTOR * costs.candidate_delay_ns, _MIN_PATIENCE_NS) if gains else 0.0
 
     @property
     def _slowdown(self) -> float:
@@ -322,7 +322,7 @@ class Planner:
         """Returns the cost of passes for all running requests, each of which waits for this request's candidates."""
         forward, shared = self.estimates.forward, self.estimates.shared
         single_ns = forward.single_ns or _PRIOR_PASS_NS
-        return TargetCosts(single_ns, forward.widths.table, shared.costs.hop.value, shared.load)
+        return TargetCosts(single_ns, forward.widths.table, shared.costs.candidate_delay.value, shared.load)
 
     def _draft_costs(self, state: DraftState) -> DraftCosts:
         draft, estimates = self.estimates.draft, self.estimates

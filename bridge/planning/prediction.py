@@ -83,13 +83,13 @@ class Plan:
 class TargetCosts:
     """The cost of passes: `single_ns` with one token, `ratios[i]` times that with `i + 1` tokens.
 
-    `load`: the number of sequences that share a pass, each of which waits for the candidates of all. `hop_ns`: from a
-    pass to the next candidates.
+    `load`: the number of sequences that share a pass, each of which waits for the candidates of all.
+    `candidate_delay_ns`: from a pass to the next candidates.
     """
 
     single_ns: float
     ratios: Sequence[float]
-    hop_ns: float
+    candidate_delay_ns: float
     load: int = 1
 
     def of(self, width: int) -> float:
@@ -177,7 +177,7 @@ def best_width(chances: Iterable[float], costs: TargetCosts) -> int:
 
 def _restart_ns(costs: TargetCosts, draft: DraftCosts) -> float:
     """Returns the nanoseconds from a pass to the first token of a draft that starts an epoch after it."""
-    return costs.hop_ns + draft.round_trip_ns + draft.read_ns
+    return costs.candidate_delay_ns + draft.round_trip_ns + draft.read_ns
 
 
 def in_turns(costs: TargetCosts, draft: DraftCosts, token_count: int) -> Prediction:

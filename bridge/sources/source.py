@@ -101,8 +101,9 @@ class Offer:
 class Outcome:
     """A committed pass. `tried`: the candidates that it took along; `data`: the bytes of each of its tokens.
 
-    `tried` has the branches, too. `elapsed_ns`: the time since the pass before; None for the first, which reads the
-    prompt. `timed_out`: the target waited for candidates for its full patience, and none arrived.
+    `tried` has the branches, too. `elapsed_ns`: the time since the pass before; None if that is not its own time: for
+    the first, which reads the prompt, for one that came after the target had used up its credit, and for a guest's
+    forward of several sequences. `timed_out`: the target waited for candidates for its full patience, and none arrived.
     """
 
     result: Pass
@@ -186,7 +187,7 @@ class Opening:
 
 
 class CandidateSource(ABC):
-    """Proposes how a text continues, which it reads from the tape. Until the tape grows, `propose` returns the same.
+    """Proposes how a text continues, which it reads from the tape.
 
     For one that proposes at once, `evidence_edges` divide its evidence into groups; for each group the bridge learns
     how often candidates are right, and starts from the group's item in `prior_chances`. A draft has these in its

@@ -56,8 +56,9 @@ class SourceSet:
         self._find_draft: FindDraft | None = None
         # A draft that is being opened, or has not taken over.
         self.seeking: asyncio.Future[DraftSource | None] | None = None
+        self._unused_pass_count = 0
         # Whether the present search is for a replacement of a draft that failed, and an error that came during one.
-        self._unused_pass_count, self._failed = 0, False
+        self._failed = False
         self._missed: DraftBridgeError | None = None
         self._notify: Callable[[], None] | None = None
         # The first problem, or a bug, and what came of it; "" if that depends on the draft.

@@ -195,7 +195,7 @@ def _rendered(model: Model, chat: Chat, *, add_generation_prompt: bool) -> tuple
 
 
 def tried(model: Model, chat: Chat, *, add_generation_prompt: bool = True) -> tuple[str, Marks] | None:
-    """Returns the same, or None for a chat that the template refuses or fails for.
+    """Returns the chat's text and marks, or None if the template refuses the chat or fails for it.
 
     A limit that it exceeded shows what the machine has to do at the moment, not what the template is like, so such an
     error is raised.

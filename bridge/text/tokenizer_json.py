@@ -46,7 +46,7 @@ _MAX_ID = (1 << 22) - 1
 _MAX_GROWTH_FACTOR = 64
 _MAX_ADDED_LENGTHS = 256
 _MAX_ADDED_CHARACTERS = 1024
-# The squares of their lengths together: of each, every beginning and end is kept (`StringMatcher.may_join`).
+# The sum of the squares of their lengths: `StringMatcher.may_join` keeps every beginning and every end of each token.
 _MAX_ADDED_SQUARES = 1 << 25
 # The keys under which a sequence lists its components.
 _SEQUENCE_KEYS = ("normalizers", "pretokenizers", "decoders")

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from cachetools import LRUCache
 
-from bridge.measuring.costs import MAX_WIDTH, PRIOR_HOP_NS, PRIOR_ROUND_TRIP_NS, PRIOR_SLOWDOWN, WidthCost
+from bridge.measuring.costs import MAX_WIDTH, PRIOR_CANDIDATE_DELAY_NS, PRIOR_ROUND_TRIP_NS, PRIOR_SLOWDOWN, WidthCost
 from bridge.planning.prediction import DraftCosts, TargetCosts, ahead, in_turns
 from bridge.statistics import DraftChoice
 
@@ -194,7 +194,7 @@ def predicted_gain(
     single_ns, draft_ns = dict(target_costs).get(1, 0), dict(draft_costs).get(1, 0)
     if not single_ns or not draft_ns:
         return 1.0
-    costs = TargetCosts(single_ns, WidthCost.measured(target_costs).table, PRIOR_HOP_NS)
+    costs = TargetCosts(single_ns, WidthCost.measured(target_costs).table, PRIOR_CANDIDATE_DELAY_NS)
     slowdown = PRIOR_SLOWDOWN if competes else 1.0
     draft = DraftCosts(
         token_ns=draft_ns,

@@ -88,8 +88,8 @@ def _target_costs(turns: Sequence[Sample], single_ns: float, target: Times, draf
     further = table[min(round(width), len(table)) - 1] - 1.0
     scale = min(max((pass_ns / single_ns - 1.0) / max(further, 1e-3), _MIN_SCALE), _MAX_SCALE)
     # What a turn takes beside the draft's forwards.
-    hop_ns = max(waited_ns - draft.read_ns - (TURN_TOKENS - 1) * draft.token_ns, 0.0)
-    return TargetCosts(single_ns, [1.0 + scale * (one - 1.0) for one in table], hop_ns)
+    candidate_delay_ns = max(waited_ns - draft.read_ns - (TURN_TOKENS - 1) * draft.token_ns, 0.0)
+    return TargetCosts(single_ns, [1.0 + scale * (one - 1.0) for one in table], candidate_delay_ns)
 
 
 def _draft_costs(turns: Sequence[Sample], target: Times, draft: Times) -> DraftCosts:
