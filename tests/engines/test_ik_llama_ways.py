@@ -210,7 +210,7 @@ def test_widths_with_other_logits_are_avoided_or_counted_as_drift(
     way = probing._measure(tiny_file, 1, False)
     assert (way.max_width, way.min_width) == (max_width, min_width)
     assert way.drift == pytest.approx(drift, rel=0.01, abs=0)  # none is none, to the last bit
-    known = replace(way, max_width=20, drift=0.5, pass_ns=())
+    known = replace(way, max_width=20, drift=0.5, pass_ns=(), disturbed=False)
     again = probing._measure(tiny_file, 1, False, known)
     assert replace(again, pass_ns=(), disturbed=False) == known, "a second probe measures only times"
     assert len(again.pass_ns) == 4 and min(again.pass_ns) > 0
