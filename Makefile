@@ -117,8 +117,8 @@ hooks: .venv/dev ## Lint and format before each commit, with pre-commit.
 	$(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }
 
 # pip compiles modules one after another, which takes nearly half of the time; compileall uses all cores. It fails for
-# a file of torch that needs Python 3.12, and which nothing imports. The demo needs few of them, and compiles those
-# while it downloads.
+# a file of torch that needs Python 3.12, and which nothing imports. `make demo` does without, because Python compiles the
+# few modules that the demo imports.
 COMPILE := $(BIN)/python -W ignore -m compileall -qq -j 0 .venv/lib || true
 
 # With a fast engine for GGUF files where there is a prebuilt library for the platform.

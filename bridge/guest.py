@@ -37,7 +37,7 @@ _PLAIN_FORWARDS = 100
 # such trial doubles the number, up to the second one, until candidates seem worth verifying again.
 _IDLE_FORWARDS, _MAX_IDLE_FORWARDS = 25, 400
 # The chance from which a candidate takes part in such a trial.
-_LIKELY = 0.5
+_MIN_TRIAL_CHANCE = 0.5
 # Choosing for several sequences may take this long, however short the deadline is.
 _MIN_DEADLINE_NS = 1_000_000
 # A sequence that the deadline left no time for is expected to have this many more right candidates in each forward.
@@ -346,7 +346,7 @@ class Guest:
         if self._idle_forward_count < self._idle_limit:
             return widths
         self._idle_forward_count, self._idle_limit = 0, min(2 * self._idle_limit, _MAX_IDLE_FORWARDS)
-        least = min(_LIKELY, max(one[0] for one in chances if one))
+        least = min(_MIN_TRIAL_CHANCE, max(one[0] for one in chances if one))
         return [int(bool(one) and one[0] >= least) for one in chances]
 
     def _give_draft(self) -> None:

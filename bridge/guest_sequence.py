@@ -221,7 +221,10 @@ class GuestSequence:
         return choice.offer, min(choice.width, self.room)
 
     def best_offer(self, considered: int) -> tuple[Offer, list[float]]:
-        """Returns the most promising offer for a shared forward, and the chances of its first candidates."""
+        """Returns the best offer for a shared forward, and the chances of its first candidates.
+
+        It is that with the most right candidates, as expected.
+        """
         limit = min(considered, self.room)
         if self.has_draft or len(self._rest.token_ids) < limit:
             offers = self._sources.offers(_BYTES_PER_CANDIDATE * considered)

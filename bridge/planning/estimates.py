@@ -66,7 +66,7 @@ class _Ratio:
 class Correction:
     """Corrects the prediction for candidates that are at hand by what such plans have yielded and cost so far.
 
-    Chances are right on average over all candidates, but a plan is chosen for promising ones, whose chances are
+    Chances are right on average over all candidates, but a plan is chosen for likely ones, whose chances are
     therefore too high on average. And a pass that begins before its candidates arrive yields one token, but costs
     only that.
     """

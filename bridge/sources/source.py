@@ -1,7 +1,7 @@
 """Defines the port of all sources, which propose how a text continues.
 
-A source proposes bytes, so that it needs no tokenizer but its own, and so that one source can continue another's bytes
-in the middle of a word. `offer_of` translates the bytes of one or several sources into candidates.
+A source proposes bytes, so that it needs no tokenizer but its own, and so that one source can continue another's
+bytes. `offer_of` translates the bytes of one or several sources into candidates.
 """
 
 from abc import ABC, abstractmethod

@@ -7,7 +7,7 @@ from bridge.sources.token_lookup import TokenLookup
 from bridge.tape import Tape
 from bridge.text.translation import candidates
 
-# The fewest tokens that match where it continues another source's bytes, which may end in the middle of a word.
+# The fewest tokens that match where it continues another source's bytes: these may end in the middle of a word.
 _MIN_TOKENS_AFTER = 2
 # The average bytes of a token.
 _TOKEN_BYTES = 4
@@ -29,6 +29,8 @@ class SuffixSource(CandidateSource):
         return cls(opening.tape)
 
     def propose(self, after: bytes = b"", limit: int = MAX_OFFERED_BYTES) -> Continuation | None:
-        before, least = (candidates(self._vocabulary, after), _MIN_TOKENS_AFTER) if after else ((), 1)
-        ids, confidences = self._lookup.match(max(limit // _TOKEN_BYTES, 1), before, least)
+        before, min_token_count = (candidates(self._vocabulary, after), _MIN_TOKENS_AFTER) if after else ((), 1)
+        if self._vocabulary.spell(before) != after:  # they end in the middle of a character
+            return None
+        ids, confidences = self._lookup.match(max(limit // _TOKEN_BYTES, 1), before, min_token_count)
         return own_tokens(self.name, self._vocabulary, ids, confidences)

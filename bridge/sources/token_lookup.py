@@ -61,19 +61,20 @@ class TokenLookup:
         self._read()
 
     def match(
-        self, limit: int = MAX_PROPOSED_TOKENS, after: Sequence[int] = (), least: int = 1
+        self, limit: int = MAX_PROPOSED_TOKENS, after: Sequence[int] = (), min_token_count: int = 1
     ) -> tuple[list[int], list[float]]:
         """Returns what followed the longest match of the text's end, at most `limit` ids, and their confidences.
 
         Of several such matches, the latest one counts. At the text's end, the proposal repeats. Both lists are empty if
-        fewer than `least` tokens match. `after`: tokens that are taken as the text's end though they are not appended.
+        fewer than `min_token_count` tokens match. `after`: tokens that are taken as the text's end though they are not
+        appended; only the latest places of the last one of them are looked at.
         """
         self._read()
         limit, matches = min(limit, MAX_PROPOSED_TOKENS) + len(after), self._places
         if after:
             recent = [*self._ids[-_MAX_MATCH_TOKENS:], *after][-_MAX_MATCH_TOKENS:]
             matches = self._found([], recent, self._last.get(after[-1], 0))
-        if not matches or matches[0][0] < least:
+        if not matches or matches[0][0] < min_token_count:
             return [], []
         length, end = matches[0][0] - len(after), len(self._ids)
         places, ids, confidences = [place for _, place in matches], list(after), list[float]()

@@ -1,6 +1,6 @@
 """Runs `draftbridge demo`: two models with different tokenizers generate together, and a table shows the gain."""
 
-import threading
+import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
@@ -12,6 +12,7 @@ from rich.text import Text
 from bridge.errors import DraftBridgeError, UnusableModel
 from draftbridge import Client, Event
 from draftbridge.v1 import bridge_pb2
+from services.child import bound_command
 from services.cli import bench
 from services.cli.bench import ALONE, AUTO, Sample
 from services.cli.fitted import Fitted
@@ -177,26 +178,26 @@ def _fetched(wanted: Demonstration, report: Callable[[str], None]) -> Demonstrat
 
 
 def _fetch(wanted: Demonstration, report: Callable[[str], None]) -> None:
-    """Downloads and converts both models at the same time. Raises a `DraftBridgeError`."""
-    failures = list[Exception]()
+    """Downloads the models, and converts the target for its engine. Raises a `DraftBridgeError`.
 
-    def fetch_draft() -> None:
-        try:
-            resolve(wanted.draft, report, weights="")
-        except Exception as error:  # raised again in the main thread
-            failures.append(error)
-
-    beside = threading.Thread(target=fetch_draft, daemon=True)  # for which an interrupted process does not wait
-    if wanted.draft not in ("none", SUFFIX):
-        beside.start()
-    if wanted.engine == registry.AUTO:
-        resolve(wanted.target, report, weights="")
-    else:
-        registry.prepare(wanted.engine, wanted.target, EngineOptions(), report)
-    if beside.ident:
-        beside.join()
-    if failures:
-        raise failures[0]
+    Another process reads the draft's tokenizer while the target is downloaded.
+    """
+    drafts = wanted.draft not in ("none", SUFFIX)
+    words = bound_command("services.store.resolve", wanted.draft)
+    beside = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) if drafts else None
+    try:
+        if wanted.engine == registry.AUTO:
+            resolve(wanted.target, report, weights="")
+        else:
+            registry.prepare(wanted.engine, wanted.target, EngineOptions(), report)
+        if beside:
+            beside.wait()
+    finally:
+        if beside:
+            beside.terminate()
+            beside.wait()
+    if drafts:
+        resolve(wanted.draft, report, weights="")  # here it shows what went wrong
 
 
 def _why(together: Sample, alone: Sample) -> str:

@@ -9,8 +9,8 @@ from platform import processor
 
 _CPUINFO = Path("/proc/cpuinfo")
 _CGROUP = Path("/sys/fs/cgroup")
-# Devices of drivers for NVIDIA, AMD and Gaudi.
-_ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/accel", "/dev/dxg")
+# Devices of drivers for NVIDIA (Jetson has the second one), AMD, Gaudi, and GPUs in WSL.
+_ACCELERATORS = ("/dev/nvidiactl", "/dev/nvmap", "/dev/kfd", "/dev/accel", "/dev/dxg")
 
 
 @cache

@@ -17,9 +17,9 @@ _MEASURED_WIDTHS, _MEASURED_CONTEXT, _MEASURING_NS = (1, 2, 3, 4, 6, 8, 12, 25),
 _TIMES, _MOST_TIMES = 2, 4
 # `warm` goes on after this time only if it gains something.
 _WARMING_NS = 5_000_000_000
-# Widths whose first forward is compared with the second; below this ratio, it prepared nothing. It is 1.0 to 1.1 in
-# torch and ik_llama.cpp, and 1.4 to 3.5 in OpenVINO.
-_COMPARED_WIDTHS, _ENOUGH_WIDTHS, _UNPREPARED = 5, 3, 1.2
+# Widths whose first forward is compared with the second. Below this ratio it prepared nothing, and after this number of
+# such widths warming ends. The ratio is 1.0 to 1.1 in torch and ik_llama.cpp, and 1.4 to 3.5 in OpenVINO.
+_COMPARED_WIDTHS, _UNPREPARED, _UNPREPARED_WIDTHS = 5, 1.2, 3
 # A prime, so that multiples of it modulo the size of a vocabulary are distinct.
 _ID_STEP = 7919
 # Slot lengths are multiples of this number of tokens, because llama.cpp rounds them up to it.
@@ -171,8 +171,9 @@ def warm(engine: Engine, widths: Iterable[int], clock_ns: Callable[[], int] = pe
         late = clock_ns() - began > _WARMING_NS
         compared = engine.device.lower() == "cpu" and 0 < number <= _COMPARED_WIDTHS
         again_ns = run(width) if late or compared else 0
-        unprepared += compared and first_ns < _UNPREPARED * again_ns
-        if unprepared == _ENOUGH_WIDTHS or (late and first_ns < 2 * again_ns):
+        # Other work may also slow down the second one.
+        unprepared += compared and max(first_ns, again_ns) < _UNPREPARED * min(first_ns, again_ns)
+        if unprepared == _UNPREPARED_WIDTHS or (late and first_ns < 2 * again_ns):
             return
 
 

@@ -72,13 +72,13 @@ class EngineOptions:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the device is the CPU. "auto" is the CPU if torch finds no GPU."""
-        if surely_on_cpu(self.device):
-            return True  # without torch, which takes seconds to load
+        """Whether the device is the CPU. "auto" is the CPU if there is no GPU, or none that torch can use."""
+        if self.device != "auto" or surely_on_cpu(self.device):
+            return surely_on_cpu(self.device)  # without torch, which takes seconds to load
         load_torch()
         from torch.cuda import is_available
 
-        return self.device == "auto" and not is_available()
+        return not is_available()
 
 
 @dataclass(frozen=True)

@@ -85,16 +85,21 @@ def fastest(
         return None
     if max(map(_size, paths.values())) < _MIN_WEIGHT_BYTES:
         return rivals[0]
-    if len(rivals) == 1 and (try_file := rivals[0].try_file):
-        try:
-            try_file(paths[rivals[0].name], chosen[rivals[0].name], report)
-        except UnusableModel as error:
-            report(f"{rivals[0].name} is not used: {error}")
-            return None
-        return rivals[0]
     # Of a single engine the trial shows only whether it runs the model: passes of one token are enough.
     drafts = drafts or len(rivals) == 1
     file = cache_directory().parent / "engines" / f"{_key(rivals, paths, options, drafts, deterministic)}.json"
+    if len(rivals) == 1 and (try_file := rivals[0].try_file):
+        (name,) = paths
+        if _read(file).get(name) == 0.0:
+            report(f"{model} does not run here with {name}")
+            return None
+        try:
+            try_file(paths[name], chosen[name], report)
+        except (DraftBridgeError, OSError, ValueError, ImportError) as error:  # the library may be another build
+            report(f"{name} is not used: {error}")
+            remember(file, {name: 0.0})
+            return None
+        return rivals[0]
 
     def try_one(name: str) -> tuple[float, bool]:
         timings = (attempt or partial(_attempt, drafts=drafts))(name, paths[name], chosen[name], deterministic)

@@ -2,6 +2,10 @@
 
 A reference is the name of a built-in model, a directory, a GGUF file or a Hugging Face id. Models that are downloaded
 or converted are kept in a cache: the hub's own models in that of its library, others in `services.store.cache`.
+
+    python -m services.store.resolve REFERENCE
+
+downloads a model, and converts none of its weights.
 """
 
 import os
@@ -271,3 +275,7 @@ def _check_space(path: Path, scratch: Path, size: int) -> None:
     except Exception:  # a damaged file, which the conversion reports
         return
     check_space(scratch, "the converted model", needed)
+
+
+if __name__ == "__main__":
+    resolve(sys.argv[1], weights="")

@@ -85,14 +85,13 @@ async def test_an_answer_that_comes_while_the_draft_is_asked_is_used_at_once() -
             for _ in range(5):  # to send a message lets other work run
                 await asyncio.sleep(0)
 
-    ids, counts = list(MODEL.vocabulary.pieces(FRESH).ids), list[int]()
-    for drafter in (Reciting(FRESH), Instant(FRESH)):
-        guest = guest_of(drafter)
-        forwards, accepted = await recited(guest, ids, 3, 10**9)
-        guest.close()
-        assert accepted["draft"] >= 10
-        counts.append(forwards)
-    assert counts[1] <= counts[0] + 2
+    ids = list(MODEL.vocabulary.pieces(FRESH).ids)
+    guest = guest_of(Instant(FRESH))
+    # A forward of a second: however busy this machine is, the draft's turns are worth waiting for.
+    forwards, accepted = await recited(guest, ids, 3, 10**9, engine_ns=10**9)
+    guest.close()
+    assert accepted["draft"] >= 20
+    assert forwards <= 12
 
 
 async def test_a_rejected_draft_starts_again_at_the_engine_s_tokens() -> None:

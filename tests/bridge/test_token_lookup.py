@@ -144,7 +144,7 @@ def test_the_candidates_are_the_tokens_of_the_text_itself() -> None:
 @given(ids=IDS, after=st.lists(st.integers(0, 3), min_size=1, max_size=20), least=st.integers(1, 4))
 def test_what_follows_tokens_that_are_not_committed(ids: list[int], after: list[int], least: int) -> None:
     lookup, whole = TokenLookup(ids), ids + after
-    found, confidences = lookup.match(after=after, least=least)
+    found, confidences = lookup.match(after=after, min_token_count=least)
     # Places before the end of the committed tokens, the latest ones of the last token.
     lengths = {place: length_at(whole, place) for place in range(len(ids), 0, -1)}
     matching = [place for place in lengths if lengths[place]][:8]
@@ -166,7 +166,16 @@ def test_another_sources_bytes_are_continued_if_two_tokens_match() -> None:
     assert SuffixSource(Tape(WORDS, ids_of("nothing twice"))).propose() is None
 
 
-def test_a_text_that_repeats_itself_is_said_in_fewer_passes_and_stays_the_same() -> None:
+@pytest.mark.parametrize("after", [b"\xc3", b"caf\xc3"])
+def test_bytes_that_end_inside_a_character_are_not_continued(after: bytes) -> None:
+    """They have no tokens yet, and what follows their last token would repeat the first byte of the character."""
+    source = SuffixSource(Tape(WORDS, ids_of("the café is small. the café is small. then the ")))
+    assert source.propose(after) is None
+    found = source.propose("café".encode())
+    assert found is not None and found.data.startswith(b" is small")
+
+
+def test_a_text_that_repeats_itself_takes_fewer_passes_and_stays_the_same() -> None:
     """Only two ids are allowed, so that the random target repeats itself; the suffix match is the only source."""
     target = tiny.model("byte_level")
     engine = tiny.HashEngine(target)

@@ -68,6 +68,20 @@ def test_other_work_during_one_forward_does_not_prolong_warming(disturbed: tuple
     assert sorted(set(engine.widths)) == list(range(1, warmed + 1))
 
 
+def test_a_second_forward_that_was_disturbed_does_not_end_warming() -> None:
+    """Kernels are prepared at each first forward, and other work makes some second ones as slow."""
+
+    class Disturbed(Timed):
+        def forward(self, rows: Sequence[Row]) -> list[Logits]:
+            width = len(rows[0].token_ids)
+            self.now_ns += 500_000_000 * (width in (2, 3, 5) and width in self.widths)
+            return super().forward(rows)
+
+    engine = Disturbed("cpu", 200, 100)
+    warm(engine, range(1, 26), lambda: engine.now_ns)
+    assert max(engine.widths) == 25
+
+
 def test_each_width_is_met_once_and_only_those_that_fit() -> None:
     engine = Watched()
     engine.context_length, engine.device = 5, "cuda"

@@ -1,10 +1,15 @@
 """Tests what the demo does when models cannot be had, and what it says of a gain."""
 
 import io
+import signal
+import subprocess
+import sys
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -21,16 +26,17 @@ from services.store.cache import NoSpace
 
 @pytest.fixture
 def gone(monkeypatch: pytest.MonkeyPatch) -> dict[str, Exception]:
-    """Errors by model; other models are there. Targets are fetched in the main thread, which Ctrl-C interrupts."""
+    """Errors by model; other models are there. They are fetched in the main thread, which Ctrl-C interrupts."""
     errors: dict[str, Exception] = {}
 
     def resolve(model: str, report: object, *, weights: str) -> Path:
-        assert model not in (LARGE.target, SMALL.target) or threading.current_thread() is threading.main_thread()
+        assert threading.current_thread() is threading.main_thread()
         if model in errors:
             raise errors[model]
         return Path(model)
 
     monkeypatch.setattr(demo, "resolve", resolve)
+    monkeypatch.setattr(demo, "bound_command", lambda *_: [sys.executable, "-c", ""])
     prepare = partial(resolve, weights="some")
     monkeypatch.setattr(demo.registry, "prepare", lambda engine, model, options, report: prepare(model, report))
     return errors
@@ -130,14 +136,32 @@ def test_the_texts_are_compared_in_words(alone: str, words: str) -> None:
     assert words in demo._compared("größer", alone)
 
 
-def test_both_models_are_fetched_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The draft in a thread that no interrupted process waits for."""
-    both, threads = threading.Barrier(2, timeout=60), dict[str, threading.Thread]()
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_draft_is_read_beside_the_target(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """In a process that does not outlive this one's interest in it, and whose errors are shown here."""
+    begun, resolved, after_draft = list[list[str]](), list[str](), list[int | None]()
+
+    class Process(subprocess.Popen[bytes]):
+        def __init__(self, words: list[str], **options: Any) -> None:
+            begun.append(words)
+            super().__init__([sys.executable, "-c", f"import time; time.sleep({600 * fails})"], **options)
+
+        def terminate(self) -> None:
+            super().terminate()
+            after_draft.append(self.wait(60))
 
     def resolve(model: str, report: object, *, weights: str) -> None:
-        threads[model] = threading.current_thread()
-        both.wait()
+        resolved.append(model)
+        if fails:
+            raise ModelNotFound("no source has it")
 
     monkeypatch.setattr(demo, "resolve", resolve)
-    assert demo._fetched(SMALL, str) is SMALL
-    assert threads[SMALL.target] is threading.main_thread() and threads[SMALL.draft].daemon
+    monkeypatch.setattr(demo.subprocess, "Popen", Process)
+    with pytest.raises(ModelNotFound) if fails else nullcontext():
+        demo._fetch(SMALL, str)
+    assert [words[-2:] for words in begun] == [["services.store.resolve", SMALL.draft]]
+    assert resolved == [SMALL.target] if fails else [SMALL.target, SMALL.draft]
+    assert after_draft == [-signal.SIGTERM if fails else 0]
+    if not fails:
+        demo._fetch(replace(SMALL, draft="none"), str)
+        assert len(begun) == 1

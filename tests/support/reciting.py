@@ -78,14 +78,16 @@ async def joined(guest: Guest, id_: int) -> None:
         await asyncio.wait([opening])
 
 
-async def recited(guest: Guest, ids: list[int], start: int, deadline_ns: int) -> tuple[int, dict[str, int]]:
+async def recited(
+    guest: Guest, ids: list[int], start: int, deadline_ns: int, engine_ns: int = 20 * MS
+) -> tuple[int, dict[str, int]]:
     """Returns the number of forwards that recite `ids` from `start` on, and the accepted candidates by source."""
     forwards, known, end, accepted = 0, 0, start, {"draft": 0, "suffix": 0}
     tried = (0, 0)
     while end < len(ids):
         forwards += 1
         update = SequenceUpdate(1, known, tuple(ids[known:end]), 0, None, *tried)
-        answer = await stepped(guest, forwards, update, deadline_ns=deadline_ns)
+        answer = await stepped(guest, forwards, update, deadline_ns=deadline_ns, engine_ns=engine_ns)
         await joined(guest, 1)
         known, tried = end, (0, 0)
         for one in answer.proposed:

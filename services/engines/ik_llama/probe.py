@@ -90,7 +90,7 @@ def choose_way(
     if remembered := _read(file):
         return remembered
     tries = (False, True) * _ROUNDS if repacked is None else (repacked,)
-    report(f"trying how ik_llama runs {gguf.name} best here (once)")
+    report(f"trying how ik_llama runs {gguf.name} best here, which it remembers")
     with alone(4 * _TIMEOUT_SECONDS):
         return _read(file) or _measured(gguf, threads, tries, probe or _probe, file)
 
