@@ -72,7 +72,7 @@ class EngineOptions:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the device is the CPU. "auto" is the CPU if there is no GPU, or none that torch can use."""
+        """Whether the device is the CPU. "auto" is the CPU unless torch can use a GPU."""
         if self.device != "auto" or surely_on_cpu(self.device):
             return surely_on_cpu(self.device)  # without torch, which takes seconds to load
         load_torch()

@@ -13,7 +13,6 @@ from bridge.guest_sequence import GuestOpening, GuestSequence
 from bridge.guest_step import Answer, SequenceUpdate, StepUpdate
 from bridge.planning.batch import BatchCosts
 from bridge.planning.estimates import TargetEstimates
-from bridge.ports import Sync
 from bridge.sources.source import Draft, Offer, Outcome
 from tests.support import tiny
 from tests.support.reciting import FRESH, IDS, MODEL, MS, TEXT, Reciting, guest_of, joined, opened, recited, stepped
@@ -76,22 +75,6 @@ async def test_drafts_run_ahead_of_sequences_that_share_all_forwards(competes: b
     guest.close()
     assert not free
     assert offered.count("draft") >= 10 if not competes else not any(one.read for one in drafters)
-
-
-async def test_an_answer_that_comes_while_the_draft_is_asked_is_used_at_once() -> None:
-    class Instant(Reciting):
-        async def sync(self, sync: Sync) -> None:
-            await super().sync(sync)
-            for _ in range(5):  # to send a message lets other work run
-                await asyncio.sleep(0)
-
-    ids = list(MODEL.vocabulary.pieces(FRESH).ids)
-    guest = guest_of(Instant(FRESH))
-    # A forward of a second: however busy this machine is, the draft's turns are worth waiting for.
-    forwards, accepted = await recited(guest, ids, 3, 10**9, engine_ns=10**9)
-    guest.close()
-    assert accepted["draft"] >= 20
-    assert forwards <= 12
 
 
 async def test_a_rejected_draft_starts_again_at_the_engine_s_tokens() -> None:

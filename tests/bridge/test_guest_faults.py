@@ -23,7 +23,7 @@ from bridge.text.vocabulary import Rendering
 from services.errors import SandboxBusy
 from tests.support import tiny
 from tests.support.memory import in_own_process
-from tests.support.reciting import IDS, MODEL, TEXT, Reciting, guest_of, joined, opened, stepped
+from tests.support.reciting import FRESH, IDS, MODEL, TEXT, Reciting, guest_of, joined, opened, recited, stepped
 
 
 class Failing(Reciting):
@@ -59,6 +59,22 @@ async def test_a_sequence_whose_draft_failed_gets_another_after_a_while() -> Non
     assert 32 <= found[1] <= 36 and 96 <= found[2] <= 104, "each pause is twice as long as the one before"
     guest.close()
     assert drafters[2].closed
+
+
+async def test_an_answer_that_comes_while_the_draft_is_asked_is_used_at_once() -> None:
+    class Instant(Reciting):
+        async def sync(self, sync: Sync) -> None:
+            await super().sync(sync)
+            for _ in range(5):  # to send a message lets other work run
+                await asyncio.sleep(0)
+
+    ids = list(MODEL.vocabulary.pieces(FRESH).ids)
+    guest = guest_of(Instant(FRESH))
+    # A forward of a second: however busy this machine is, the draft's turns are worth waiting for.
+    forwards, accepted = await recited(guest, ids, 3, 10**9, engine_ns=10**9)
+    guest.close()
+    assert accepted["draft"] >= 20
+    assert forwards <= 12
 
 
 async def test_a_draft_whose_context_is_shorter_than_the_prompt_is_not_tried_again_soon() -> None:
