@@ -30,7 +30,7 @@ class SuffixSource(CandidateSource):
 
     def propose(self, after: bytes = b"", limit: int = MAX_OFFERED_BYTES) -> Continuation | None:
         before, min_token_count = (candidates(self._vocabulary, after), _MIN_TOKENS_AFTER) if after else ((), 1)
-        if self._vocabulary.spell(before) != after:  # they end in the middle of a character
+        if self._vocabulary.spell(before) != after:  # such as bytes that end in the middle of a character
             return None
         ids, confidences = self._lookup.match(max(limit // _TOKEN_BYTES, 1), before, min_token_count)
         return own_tokens(self.name, self._vocabulary, ids, confidences)

@@ -18,7 +18,7 @@ pytest.importorskip("ik_llama_cpp", reason="the ik-llama extra is not installed"
 
 from services.engines.ik_llama.spec import IK_LLAMA, missing_instructions
 
-# The prebuilt library would end the process there.
+# Skipped on such a processor, because the prebuilt library would end the process there.
 if missing_instructions():
     pytest.skip(f"the processor lacks {missing_instructions()}", allow_module_level=True)
 

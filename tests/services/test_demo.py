@@ -144,6 +144,7 @@ def test_the_draft_is_read_beside_the_target(monkeypatch: pytest.MonkeyPatch, fa
     class Process(subprocess.Popen[bytes]):
         def __init__(self, words: list[str], **options: Any) -> None:
             begun.append(words)
+            # The one of a target that fails goes on until it is ended.
             super().__init__([sys.executable, "-c", f"import time; time.sleep({600 * fails})"], **options)
 
         def terminate(self) -> None:
