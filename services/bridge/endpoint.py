@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import re
 from dataclasses import dataclass, field, replace
-from time import perf_counter_ns
+from time import monotonic, perf_counter_ns
 from typing import TypeVar
 
 import grpc
@@ -16,6 +16,7 @@ from bridge.planning.estimates import TargetEstimates
 from bridge.text.models import Model
 from bridge.text.vocabulary import Vocabulary
 from draftbridge.v1 import model_pb2, model_pb2_grpc
+from services.bridge.known_tokenizers import MIN_SECONDS, known_flaw, remember_flaw
 from services.config_values import MAX_NAME_LENGTH
 from services.errors import ChecksumMismatch, RoleNotServed, SlowDownload
 from services.rpc import codec
@@ -152,18 +153,25 @@ class ModelReader:
                 )
             async with self._reading:  # another service with the same tokenizer may be connecting at the same time
                 if sha256 not in self._vocabularies:
-                    self._vocabularies[sha256] = await self.read_tokenizer(bytes(data), description, address)
+                    known = await asyncio.to_thread(known_flaw, sha256)
+                    started = monotonic()
+                    found = await self.read_tokenizer(bytes(data), description, address, known)
+                    if known is None and monotonic() - started > MIN_SECONDS:
+                        await asyncio.to_thread(remember_flaw, sha256, found[1])
+                    self._vocabularies[sha256] = found
         return self._vocabularies[sha256]
 
     @staticmethod
-    async def read_tokenizer(data: bytes, description: model_pb2.Model, address: str) -> tuple[Vocabulary, str]:
+    async def read_tokenizer(
+        data: bytes, description: model_pb2.Model, address: str, known: str | None = None
+    ) -> tuple[Vocabulary, str]:
         """Returns a tokenizer and why it cannot be a target's, or "".
 
-        Raises `TokenizerNotUnderstood`, and `SandboxBusy` if the process that tried it was ended by the system, or got
-        too little processor time.
+        Tries it in a process of its own first, unless that is `known`. Raises `TokenizerNotUnderstood`, and
+        `SandboxBusy` if the process was ended by the system, or got too little processor time.
         """
         try:
-            flaw = await find_flaw(data)
+            flaw = await find_flaw(data) if known is None else known
             vocabulary = await asyncio.to_thread(Vocabulary, data)
         except TokenizerNotUnderstood as error:
             raise TokenizerNotUnderstood(

@@ -6,6 +6,7 @@ import os
 import queue
 import signal
 import subprocess
+import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from bridge.errors import DraftBridgeError
 from services.child import command
 from services.config import ModelServerConfig, option
 from services.config_reading import load
+from services.engines import together
 from services.engines.cpu import core_count
 from services.engines.registry import AUTO, engine_spec
 from services.interrupts import importing
@@ -217,26 +219,29 @@ def fleet(
 
     with contextlib.ExitStack() as stack:
 
-        def start(name: str, *arguments: str) -> str:
+        def start(name: str, *arguments: str) -> None:
             processes[name] = process = _start(*arguments, "--until-stdin-closes", environment=environment)
             stack.callback(stop, process)
-            return _ready(name, process)
 
         addresses = {}
         common = ("--listen", "127.0.0.1:0", "--metrics", "")  # a file may name a port for metrics, too
-        # One after the other: a server measures its passes at its start. While another model is loaded on the same
-        # cores, they can take thirty times as long, and the bridge would not use that draft.
         if draft is not None:
+            if together.supported:
+                environment |= {together.LOCK: stack.enter_context(tempfile.NamedTemporaryFile()).name}
             own = () if draft == SUFFIX else draft_options  # prompt lookup has no engine
             with pinned(draft_cores):
-                addresses["draft"] = start("draft", "serve", draft, "--role", "draft", *named(draft), *common, *own)
+                start("draft", "serve", draft, "--role", "draft", *named(draft), *common, *own)
+            if not together.supported:
+                addresses["draft"] = _ready("draft", processes["draft"])
         with pinned(target_cores):
             words = ("serve", target, "--role", "target", *named(target), *common, *target_options)
-            addresses["target"] = start("target", *words)
+            start("target", *words)
+        for name, process in processes.items():
+            addresses[name] = addresses.get(name) or _ready(name, process)
         models = [word for name, address in addresses.items() for word in (f"--{name}", address)]
         place = () if listen is None else ("--listen", listen)
-        bridge = start("bridge", "bridge", *models, *place, *bridge_options)
-        address, _, http = bridge.partition(" and ")
+        start("bridge", "bridge", *models, *place, *bridge_options)
+        address, _, http = _ready("bridge", processes["bridge"]).partition(" and ")
         yield Fleet(address, processes=processes, http=http, **addresses)
 
 

@@ -1,6 +1,5 @@
 """Measurements in other processes: one at a time on a machine, ended with all that they started, of one library."""
 
-import json
 import logging
 import os
 import signal
@@ -15,7 +14,8 @@ from typing import TypeAlias
 from filelock import FileLock, Timeout
 
 from services.child import bound_command, environment_before
-from services.store.cache import cache_directory
+from services.engines import together
+from services.store.cache import cache_directory, write_json
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +43,8 @@ def speed(costs: Costs, *, drafts: bool = False) -> float:
 def alone(seconds: float) -> Iterator[None]:
     """Waits until no other process of this user measures engines: a target and its draft start at the same time.
 
-    After `seconds`, or where no lock can be had, they measure at the same time.
+    After `seconds`, or where no lock can be had, they measure at the same time. Servers that are started together wait
+    for each other's loading, too.
     """
     if os.environ.get(_HELD):
         yield
@@ -54,7 +55,8 @@ def alone(seconds: float) -> Iterator[None]:
         directory.mkdir(parents=True, exist_ok=True)
         _acquire(lock, seconds)
     try:
-        yield
+        with together.measuring():
+            yield
     finally:
         lock.release()
 
@@ -96,11 +98,8 @@ def _end(process: "subprocess.Popen[str]") -> None:
 
 def remember(file: Path, value: object) -> None:
     """Writes what was measured as JSON, in one step. Where that is not possible, the next start measures again."""
-    scratch = file.with_suffix(f".{os.getpid()}")
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_text(json.dumps(value))
-        scratch.replace(file)
+        write_json(file, value)
     except OSError as error:
         _log.warning("%s cannot be written (%s)", file, error.strerror)
 

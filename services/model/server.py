@@ -13,6 +13,7 @@ from bridge.sampling.sampler import SamplingParameters
 from draftbridge.machine import compute_units
 from draftbridge.v1 import draft_pb2, draft_pb2_grpc, model_pb2, model_pb2_grpc, target_pb2, target_pb2_grpc
 from services.config import ModelServerConfig, Role
+from services.engines import together
 from services.engines.affinity import physical_core_count, pin
 from services.engines.cpu import core_count, core_quota
 from services.engines.engine import Engine, branching, measure, warm
@@ -70,11 +71,12 @@ def run(
     bind_threads(options.device, options.threads, compiles=options.compile)
     drafts = config.role is Role.DRAFT
     selection = partial(fastest, report=report, drafts=drafts, deterministic=config.determinism)
-    spec, options = choose_engine(config.engine, config.model, options, selection)
-    if options.device != "auto":
-        spec.check_device(options.device)
-    path = spec.prepare(config.model, options, report)
-    directory = resolve(config.model, report, weights="")  # for the tokenizer
+    with together.measuring():  # a conversion may take as much memory as there is
+        spec, options = choose_engine(config.engine, config.model, options, selection)
+        if options.device != "auto":
+            spec.check_device(options.device)
+        path = spec.prepare(config.model, options, report)
+        directory = resolve(config.model, report, weights="")  # for the tokenizer
     if config.engine == AUTO:
         report(f"engine: {spec.name}")
 
@@ -132,15 +134,17 @@ def _load(
 
     def open_engine() -> Engine:
         plain: Timing | None = None
-        opened = opening()
-        if opened.device == "cpu":
-            use_huge_pages()
-        engine = as_served(opened, config.determinism)
-        if engine is not opened:
-            ((_, plain),) = measure(opened, all_logits=True, widths=(1,))
-        elif config.role is not Role.DRAFT:
-            warm(engine, _WARMED_WIDTHS)
-        timings.extend(measure(engine, all_logits=config.role is not Role.DRAFT))
+        with together.loading():
+            opened = opening()
+            if opened.device == "cpu":
+                use_huge_pages()
+            engine = as_served(opened, config.determinism)
+        with together.measuring():
+            if engine is not opened:
+                ((_, plain),) = measure(opened, all_logits=True, widths=(1,))
+            elif config.role is not Role.DRAFT:
+                warm(engine, _WARMED_WIDTHS)
+            timings.extend(measure(engine, all_logits=config.role is not Role.DRAFT))
         single = timings[0][1]
         if plain and not (plain.disturbed or single.disturbed):
             ratio = single.taken_ns / plain.taken_ns

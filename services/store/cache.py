@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import hashlib
+import json
 import os
 import shutil
 import tempfile
@@ -92,6 +93,14 @@ def reading(path: Path) -> Iterator[None]:
 def cache_directory() -> Path:
     """Returns the cache's directory: below DRAFTBRIDGE_CACHE if that is set, else in the user's cache directory."""
     return Path(os.environ.get("DRAFTBRIDGE_CACHE") or user_cache_path("draftbridge")) / "models"
+
+
+def write_json(file: Path, value: object) -> None:
+    """Writes a file of JSON, and the directory that it belongs in, in one step. Raises OSError."""
+    scratch = file.with_suffix(f".{os.getpid()}")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    scratch.write_text(json.dumps(value))
+    scratch.replace(file)
 
 
 @contextlib.contextmanager

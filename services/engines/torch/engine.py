@@ -87,7 +87,7 @@ class TorchEngine:
                 quantize(self._model)
             self_test = SelfTest.of(self._model)
             with narrowed(self._model) as wide:
-                narrow_test = SelfTest.of(self._model) if wide else self_test
+                narrow_test = SelfTest.of(self._model, self_test.texts) if wide else self_test
             self._sample, self._noise = self_test.texts[0], max(self_test.tolerance, narrow_test.tolerance)
             packed = not (int8 or compiled) and pack(self._model)  # the compiler packs by itself
             if packed and self._dtype is torch.bfloat16:
