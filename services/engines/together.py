@@ -1,8 +1,8 @@
 """Lets model servers that start at the same time load together, and measure one at a time while none loads.
 
-While another model is loaded on the same cores, a forward can take thirty times as long. So whoever starts several
-servers names a file for them in `LOCK`: a server that loads holds a shared lock of it, one that measures an exclusive
-lock. The system takes back the locks of a process that ends.
+While another model is loaded on the same cores, a forward can take thirty times as long. So a process that starts
+several servers gives them a file in `LOCK`: a server that loads holds a shared lock of it, one that measures an
+exclusive lock. The system releases the locks of a process that ends.
 """
 
 import os

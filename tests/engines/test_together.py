@@ -19,10 +19,10 @@ from services.engines import together
 def step(name, turn):
     with turn():
         began = time.monotonic()
-        time.sleep(0.3)
+        time.sleep(0.3)  # the work
         if name == "load, and measure meanwhile":
             step("measure", together.measuring)
-            time.sleep(0.3)
+            time.sleep(0.3)  # more of it
         print(name, began, time.monotonic(), flush=True)
 
 print("ready", flush=True)
