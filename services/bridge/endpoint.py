@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import re
 from dataclasses import dataclass, field, replace
-from time import monotonic, perf_counter_ns
+from time import perf_counter_ns
 from typing import TypeVar
 
 import grpc
@@ -16,7 +16,7 @@ from bridge.planning.estimates import TargetEstimates
 from bridge.text.models import Model
 from bridge.text.vocabulary import Vocabulary
 from draftbridge.v1 import model_pb2, model_pb2_grpc
-from services.bridge.known_tokenizers import MIN_SECONDS, known_flaw, remember_flaw
+from services.bridge import tested_tokenizers
 from services.config_values import MAX_NAME_LENGTH
 from services.errors import ChecksumMismatch, RoleNotServed, SlowDownload
 from services.rpc import codec
@@ -151,27 +151,28 @@ class ModelReader:
                     expected=sha256,
                     got=got,
                 )
+            is_large = len(data) >= tested_tokenizers.LARGE_BYTES
+            known = await asyncio.to_thread(tested_tokenizers.known_flaw, sha256) if is_large else None
             async with self._reading:  # another service with the same tokenizer may be connecting at the same time
-                if sha256 not in self._vocabularies:
-                    known = await asyncio.to_thread(known_flaw, sha256)
-                    started = monotonic()
-                    found = await self.read_tokenizer(bytes(data), description, address, known)
-                    if known is None and monotonic() - started > MIN_SECONDS:
-                        await asyncio.to_thread(remember_flaw, sha256, found[1])
-                    self._vocabularies[sha256] = found
+                is_new = sha256 not in self._vocabularies
+                if is_new:
+                    self._vocabularies[sha256] = await self.read_tokenizer(bytes(data), description, address, known)
+            if is_new and is_large and known is None:  # after the lock, because a disk may hang
+                await asyncio.to_thread(tested_tokenizers.remember, sha256, self._vocabularies[sha256][1])
         return self._vocabularies[sha256]
 
     @staticmethod
     async def read_tokenizer(
-        data: bytes, description: model_pb2.Model, address: str, known: str | None = None
+        data: bytes, description: model_pb2.Model, address: str, known_flaw: str | None = None
     ) -> tuple[Vocabulary, str]:
         """Returns a tokenizer and why it cannot be a target's, or "".
 
-        Tries it in a process of its own first, unless that is `known`. Raises `TokenizerNotUnderstood`, and
-        `SandboxBusy` if the process was ended by the system, or got too little processor time.
+        Tests it in a process of its own first; `known_flaw`: what that returned earlier, None if it is not known.
+        Raises `TokenizerNotUnderstood`, and `SandboxBusy` if the process was ended by the system, or got too little
+        processor time.
         """
         try:
-            flaw = await find_flaw(data) if known is None else known
+            flaw = await find_flaw(data) if known_flaw is None else known_flaw
             vocabulary = await asyncio.to_thread(Vocabulary, data)
         except TokenizerNotUnderstood as error:
             raise TokenizerNotUnderstood(

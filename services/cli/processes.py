@@ -78,7 +78,7 @@ def fetch(targets: Sequence[str], drafts: Sequence[str | None], report: Report, 
 
 def configured_environment() -> dict[str, str]:
     """Returns the environment of a bridge that has the user's configuration, or of its model servers."""
-    return {key: value for key, value in os.environ.items() if not key.startswith(_FOR_OTHERS)}
+    return {key: value for key, value in os.environ.items() if not key.startswith((*_FOR_OTHERS, together.LOCK))}
 
 
 def private_environment() -> dict[str, str]:
@@ -218,31 +218,46 @@ def fleet(
         return () if configured else ("--name", default_name(model))
 
     with contextlib.ExitStack() as stack:
+        announced = _Announced()
 
-        def start(name: str, *arguments: str) -> None:
-            processes[name] = process = _start(*arguments, "--until-stdin-closes", environment=environment)
+        def start(name: str, *arguments: str, **variables: str) -> None:
+            words = (*arguments, "--until-stdin-closes")
+            processes[name] = process = _start(*words, environment={**environment, **variables})
             stack.callback(stop, process)
+            announced.watch(name, process)
 
-        addresses = {}
         common = ("--listen", "127.0.0.1:0", "--metrics", "")  # a file may name a port for metrics, too
+        lock = dict[str, str]()
         if draft is not None:
-            if together.supported:
-                environment |= {together.LOCK: stack.enter_context(tempfile.NamedTemporaryFile()).name}
-            own = () if draft == SUFFIX else draft_options  # prompt lookup has no engine
+            drafts = draft != SUFFIX  # prompt lookup has no engine
+            lock = _start_lock(stack) if drafts else lock
+            words = ("--role", "draft", *named(draft), *common, *(draft_options if drafts else ()))
             with pinned(draft_cores):
-                start("draft", "serve", draft, "--role", "draft", *named(draft), *common, *own)
-            if not together.supported:
-                addresses["draft"] = _ready("draft", processes["draft"])
+                start("draft", "serve", draft, *words, **lock)
+            if not lock:
+                announced.wait_for("draft")
         with pinned(target_cores):
-            words = ("serve", target, "--role", "target", *named(target), *common, *target_options)
-            start("target", *words)
-        for name, process in processes.items():
-            addresses[name] = addresses.get(name) or _ready(name, process)
-        models = [word for name, address in addresses.items() for word in (f"--{name}", address)]
+            words = ("--role", "target", *named(target), *common, *target_options)
+            start("target", "serve", target, *words, **lock)
+        announced.wait_for(*processes)
+        addresses = dict(announced.addresses)
+        models = [word for name in processes for word in (f"--{name}", addresses[name])]
         place = () if listen is None else ("--listen", listen)
         start("bridge", "bridge", *models, *place, *bridge_options)
-        address, _, http = _ready("bridge", processes["bridge"]).partition(" and ")
+        announced.wait_for("bridge")
+        address, _, http = announced.addresses["bridge"].partition(" and ")
         yield Fleet(address, processes=processes, http=http, **addresses)
+
+
+def _start_lock(stack: contextlib.ExitStack) -> dict[str, str]:
+    """Returns a variable for servers that are to load together; none where there is no place for its file, or no lock.
+
+    Without it they must start one after the other: each measures its passes, which loading makes thirty times as slow.
+    """
+    with contextlib.suppress(OSError):
+        if together.possible:
+            return {together.LOCK: stack.enter_context(tempfile.NamedTemporaryFile()).name}
+    return {}
 
 
 @contextlib.contextmanager
@@ -262,7 +277,10 @@ def launched(
     """Runs a module that prints its address and ends when its standard input closes. See `serve`."""
     process = _start(*arguments, module=module, environment=environment)
     try:
-        yield _ready(name, process), process
+        announced = _Announced()
+        announced.watch(name, process)
+        announced.wait_for(name)
+        yield announced.addresses[name], process
     finally:
         stop(process)
 
@@ -296,25 +314,38 @@ def _start(*arguments: str, module: str = "services.cli", environment: Mapping[s
     )
 
 
-def _ready(name: str, process: "subprocess.Popen[str]") -> str:
-    """Returns the address that a process prints when it is ready. Raises `ProcessFailed`."""
-    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+class _Announced:
+    """The addresses that processes print when they are ready, by the names of the processes."""
 
-    def read() -> None:
-        assert process.stdout is not None
-        with process.stdout:
-            for line in process.stdout:
-                lines.put(line)
-        lines.put(None)
+    def __init__(self) -> None:
+        self.addresses: dict[str, str] = {}
+        self._processes: dict[str, subprocess.Popen[str]] = {}
+        self._news: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
 
-    # The thread keeps reading after the address, so that the process never blocks on a full pipe.
-    threading.Thread(target=read, name=f"{name} output", daemon=True).start()
-    while (line := lines.get()) is not None:
-        if READY in line:
-            return line.split(READY, 1)[1].strip()
-    status = process.wait()
-    reason = f"it has ended {how_ended(status)}" if status < 0 else "see its message above"
-    raise ProcessFailed(f"the {name} did not start: {reason}")
+    def watch(self, name: str, process: "subprocess.Popen[str]") -> None:
+        """Reads what a process prints, in a thread, until it ends: it must never wait because a pipe is full."""
+        self._processes[name] = process
+
+        def read() -> None:
+            assert process.stdout is not None
+            with process.stdout:
+                for line in process.stdout:
+                    if READY in line:
+                        self._news.put((name, line.split(READY, 1)[1].strip()))
+            self._news.put((name, ""))
+
+        threading.Thread(target=read, name=f"{name} output", daemon=True).start()
+
+    def wait_for(self, *names: str) -> None:
+        """Waits until processes are ready. Raises `ProcessFailed` for the first that has ended instead."""
+        while any(name not in self.addresses for name in names):
+            name, address = self._news.get()
+            if address:
+                self.addresses[name] = address
+            elif name not in self.addresses:
+                status = self._processes[name].wait()
+                reason = f"it has ended {how_ended(status)}" if status < 0 else "see its message above"
+                raise ProcessFailed(f"the {name} did not start: {reason}")
 
 
 def how_ended(status: int) -> str:

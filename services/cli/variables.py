@@ -14,7 +14,7 @@ _PREFIX = "DRAFTBRIDGE_"
 _ALONE = ("CONFIG", "CACHE")
 _GROUPS = (*(f"{section.upper()}_" for section in SECTIONS), "CLIENT_", "GUEST_")
 # What tests and measurements read.
-_INTERNAL = ("TEST_", "SOAK_", "FUZZ_", "OTHER_PYTHON", "CLIENTS_PYTHON", "MEASURING")
+_INTERNAL = ("TEST_", "SOAK_", "FUZZ_", "OTHER_PYTHON", "CLIENTS_PYTHON", "MEASURING", "START_LOCK")
 
 
 def misspelt(environment: Mapping[str, str]) -> list[str]:

@@ -41,24 +41,24 @@ def speed(costs: Costs, *, drafts: bool = False) -> float:
 
 @contextmanager
 def alone(seconds: float) -> Iterator[None]:
-    """Waits until no other process of this user measures engines: a target and its draft start at the same time.
+    """Waits until no other process of this user measures engines, and no server that is started together with it loads.
 
-    After `seconds`, or where no lock can be had, they measure at the same time. Servers that are started together wait
-    for each other's loading, too.
+    After `seconds` of waiting for the former, or where no lock can be had, they measure at the same time.
     """
     if os.environ.get(_HELD):
         yield
         return
-    directory = cache_directory().parent
-    lock = FileLock(directory / "trial.lock")
-    with suppress(OSError, Timeout):
-        directory.mkdir(parents=True, exist_ok=True)
-        _acquire(lock, seconds)
-    try:
-        with together.measuring():
+    # In this order: who holds the second lock waits for nobody.
+    with together.measuring():
+        directory = cache_directory().parent
+        lock = FileLock(directory / "trial.lock")
+        with suppress(OSError, Timeout):
+            directory.mkdir(parents=True, exist_ok=True)
+            _acquire(lock, seconds)
+        try:
             yield
-    finally:
-        lock.release()
+        finally:
+            lock.release()
 
 
 def _acquire(lock: FileLock, seconds: float) -> None:

@@ -1,47 +1,62 @@
 """Lets model servers that start at the same time load together, and measure one at a time while none loads.
 
 While another model is loaded on the same cores, a forward can take thirty times as long. So a process that starts
-several servers gives them a file in `LOCK`: a server that loads holds a shared lock of it, one that measures an
-exclusive lock. The system releases the locks of a process that ends.
+several servers gives them a file in the variable `LOCK`: a server that loads holds a shared lock of it, and one that
+measures holds an exclusive lock. The system releases the lock of a process that ends. Without the file, or where it
+cannot be locked, nobody waits.
 """
 
+import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
+_log = logging.getLogger(__name__)
+
+possible = fcntl is not None
 # The variable with the file's path.
 LOCK = "DRAFTBRIDGE_START_LOCK"
-supported = fcntl is not None
 
 
 class _Turns:
-    """This process's lock, which one thread uses at a time."""
+    """The lock of this process. Only one of its threads uses it at a time."""
 
     def __init__(self) -> None:
         self._file: int | None = None
-        self._operation = 0
+        self._held = ""
 
     @contextmanager
-    def held(self, operation: int) -> Iterator[None]:
-        """Waits for a lock, in place of the one that the caller may hold, which it gets back in the end."""
-        path, before = os.environ.get(LOCK), self._operation
-        if path and self._file is None:
-            self._file = os.open(path, os.O_RDWR)
-        self._lock(operation)
+    def holding(self, wanted: str) -> Iterator[None]:
+        """Holds a lock, "shared" or "exclusive", in place of the one that the caller holds and gets back in the end."""
+        before = self._held
+        self._change(wanted)
         try:
             yield
         finally:
-            self._lock(before)
+            self._change(before)
 
-    def _lock(self, operation: int) -> None:
-        if self._file is not None:
-            fcntl.flock(self._file, operation or fcntl.LOCK_UN)
-        self._operation = operation
+    def _change(self, wanted: str) -> None:
+        path = os.environ.get(LOCK)
+        if fcntl is None or not path or wanted == self._held:
+            return
+        try:
+            if self._file is None:
+                self._file = os.open(path, os.O_RDWR)
+            if wanted:
+                fcntl.flock(self._file, fcntl.LOCK_EX if wanted == "exclusive" else fcntl.LOCK_SH)
+            self._held = wanted
+        except OSError as error:
+            _log.warning("%s cannot be locked (%s): this server waits for no other", path, error.strerror)
+            wanted = ""
+        if not wanted and self._file is not None:
+            with suppress(OSError):
+                os.close(self._file)
+            self._file, self._held = None, ""
 
 
 _turns = _Turns()
@@ -49,13 +64,16 @@ _turns = _Turns()
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Waits until no server that starts at the same time measures."""
-    with _turns.held(fcntl.LOCK_SH if supported else 0):
+    """Waits until no server that starts at the same time measures, and keeps others from measuring."""
+    with _turns.holding("shared"):
         yield
 
 
 @contextmanager
 def measuring() -> Iterator[None]:
-    """Waits until no server that starts at the same time measures or loads."""
-    with _turns.held(fcntl.LOCK_EX if supported else 0):
+    """Waits until no server that starts at the same time loads or measures, and keeps others from both.
+
+    Inside of `loading`, others may measure before this one does.
+    """
+    with _turns.holding("exclusive"):
         yield

@@ -71,14 +71,14 @@ def run(
     bind_threads(options.device, options.threads, compiles=options.compile)
     drafts = config.role is Role.DRAFT
     selection = partial(fastest, report=report, drafts=drafts, deterministic=config.determinism)
-    with together.measuring():  # a conversion may take as much memory as there is
+    with together.loading():
         spec, options = choose_engine(config.engine, config.model, options, selection)
         if options.device != "auto":
             spec.check_device(options.device)
         path = spec.prepare(config.model, options, report)
         directory = resolve(config.model, report, weights="")  # for the tokenizer
     if config.engine == AUTO:
-        report(f"engine: {spec.name}")
+        report(f"engine of {config.model}: {spec.name}")
 
     if spec.follows():
         spec.open(path, options)
@@ -123,6 +123,7 @@ def pinned_options(config: ModelServerConfig) -> EngineOptions:
     return replace(config.options, threads=core_count())
 
 
+@together.loading()
 def _load(
     config: ModelServerConfig,
     opening: Callable[[], Engine],
@@ -134,11 +135,10 @@ def _load(
 
     def open_engine() -> Engine:
         plain: Timing | None = None
-        with together.loading():
-            opened = opening()
-            if opened.device == "cpu":
-                use_huge_pages()
-            engine = as_served(opened, config.determinism)
+        opened = opening()
+        if opened.device == "cpu":
+            use_huge_pages()
+        engine = as_served(opened, config.determinism)
         with together.measuring():
             if engine is not opened:
                 ((_, plain),) = measure(opened, all_logits=True, widths=(1,))

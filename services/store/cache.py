@@ -97,10 +97,16 @@ def cache_directory() -> Path:
 
 def write_json(file: Path, value: object) -> None:
     """Writes a file of JSON, and the directory that it belongs in, in one step. Raises OSError."""
-    scratch = file.with_suffix(f".{os.getpid()}")
     file.parent.mkdir(parents=True, exist_ok=True)
-    scratch.write_text(json.dumps(value))
-    scratch.replace(file)
+    with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as scratch:
+        path = Path(scratch.name)
+        try:
+            json.dump(value, scratch)
+            scratch.close()
+            path.replace(file)
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
 
 
 @contextlib.contextmanager

@@ -1,110 +1,224 @@
 """Model servers that start at the same time: they load together, and one at a time measures."""
 
+import os
+import queue
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import cycle
 from pathlib import Path
 
 import pytest
 
+from draftbridge import Client
+from services.cli.processes import configured_environment, fleet
 from services.engines import together
 
-pytestmark = pytest.mark.skipif(not together.supported, reason="the system has no locks of files for processes")
+pytestmark = pytest.mark.skipif(not together.possible, reason="the system has no locks of files for processes")
 
-# Reports when each step began and ended, on the clock that all processes share.
+# Enters a context at each line that names one, and leaves the innermost at each other line.
 SCRIPT = """
-import sys, time
-from services.engines import together
+import sys
+from contextlib import ExitStack
+from services.engines import measuring, together
 
-def step(name, turn):
-    with turn():
-        began = time.monotonic()
-        time.sleep(0.3)  # the work
-        if name == "load, and measure meanwhile":
-            step("measure", together.measuring)
-            time.sleep(0.3)  # more of it
-        print(name, began, time.monotonic(), flush=True)
-
-print("ready", flush=True)
-sys.stdin.readline()
-for name in sys.argv[1:]:
-    step(name, together.measuring if name == "measure" else together.loading)
+entered = {"loading": together.loading, "measuring": together.measuring, "alone": lambda: measuring.alone(600.0)}
+stacks = []
+for line in sys.stdin:
+    if enter := entered.get(line.strip()):
+        stacks.append(ExitStack())
+        stacks[-1].enter_context(enter())
+    else:
+        stacks.pop().close()
+    print(line.strip(), flush=True)
 """
+# How long something is expected not to happen.
+WHILE = 0.3
 
 
-def begin(process: "subprocess.Popen[str]") -> None:
-    assert process.stdin
-    process.stdin.write("go\n")
-    process.stdin.flush()
+class Server:
+    """A process that stands for a model server that starts."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self.process = process
+        self._done: queue.SimpleQueue[str] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout
+        for line in self.process.stdout:
+            self._done.put(line.strip())
+
+    def begin(self, step: str) -> None:
+        assert self.process.stdin
+        self.process.stdin.write(f"{step}\n")
+        self.process.stdin.flush()
+
+    def done(self, step: str) -> None:
+        assert self._done.get(timeout=60) == step
+
+    def do(self, *steps: str) -> None:
+        for step in steps:
+            self.begin(step)
+            self.done(step)
+
+    def waits(self, seconds: float = WHILE) -> bool:
+        """Whether the step that has begun is not done within this time."""
+        try:
+            self._done.get(timeout=seconds)
+        except queue.Empty:
+            return True
+        return False
 
 
-def started(steps: Sequence[str], file: Path | None) -> "subprocess.Popen[str]":
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, *steps],
+@contextmanager
+def server(environment: dict[str, str]) -> Iterator[Server]:
+    with subprocess.Popen(
+        [sys.executable, "-c", SCRIPT],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={"PYTHONPATH": ":".join(sys.path)} | ({together.LOCK: str(file)} if file else {}),
-    )
-    assert process.stdout
-    assert process.stdout.readline() == "ready\n"
-    return process
-
-
-def spans(*plans: Sequence[str], file: Path | None) -> list[list[tuple[str, float, float]]]:
-    """Runs processes with these steps, and returns the name, begin and end of each step of each process."""
-    processes = [started(steps, file) for steps in plans]
-    found = []
-    for process in processes:
-        begin(process)
-    for process in processes:
-        out, _ = process.communicate(timeout=60)
-        assert process.returncode == 0
-        lines = [line.rsplit(" ", 2) for line in out.splitlines()]
-        found.append([(name, float(began), float(ended)) for name, began, ended in lines])
-    return found
-
-
-def overlap(one: tuple[str, float, float], other: tuple[str, float, float]) -> bool:
-    return one[1] < other[2] and other[1] < one[2]
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
+    ) as process:
+        try:
+            yield Server(process)
+        finally:
+            process.kill()
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def variables(tmp_path: Path) -> dict[str, str]:
+    """The environment of servers that start together."""
     (tmp_path / "lock").touch()
-    return tmp_path / "lock"
+    return {together.LOCK: str(tmp_path / "lock"), "DRAFTBRIDGE_CACHE": str(tmp_path / "cache")}
 
 
-def test_servers_load_together_and_measure_alone(file: Path) -> None:
-    first, second = spans(["load"] * 3 + ["measure"], ["load", "measure"], file=file)
-    assert any(overlap(one, other) for one in first[:3] for other in second[:1])
-    for measured, others in ((first[3], second), (second[1], first)):
-        assert not any(overlap(measured, other) for other in others)
+@pytest.fixture
+def pair(variables: dict[str, str]) -> Iterator[tuple[Server, Server]]:
+    with server(variables) as one, server(variables) as other:
+        yield one, other
 
 
-def test_what_is_measured_in_the_middle_of_loading_is_alone_too(file: Path) -> None:
-    first, second = spans(["load, and measure meanwhile"] * 2, ["load", "measure"] * 2, file=file)
-    inner = [span for span in first if span[0] == "measure"]
-    assert len(inner) == 2
-    assert not any(overlap(measured, other) for measured in inner for other in second)
-    # Afterwards it loads again, so that nobody else measures before it ends.
-    after = [
-        (name, begin, end)
-        for (_, _, begin), (name, _, end) in zip(inner, [span for span in first if span not in inner], strict=True)
-    ]
-    assert not any(overlap(loaded, other) for loaded in after for other in second if other[0] == "measure")
+def test_servers_load_together_and_measure_alone(pair: tuple[Server, Server]) -> None:
+    one, other = pair
+    one.do("loading")
+    other.do("loading")
+    one.do("end")
+    one.begin("measuring")
+    assert one.waits(), "the other one loads"
+    other.do("end")
+    one.done("measuring")
+    other.begin("loading")
+    assert other.waits(), "the other one measures"
+    one.do("end")
+    other.done("loading")
 
 
-def test_a_server_that_is_killed_holds_up_nobody(file: Path) -> None:
-    dead = started(["load"] * 1000, file)
-    assert dead.stdout
-    with dead, dead.stdout:
-        begin(dead)
-        dead.stdout.readline()
-        dead.kill()
-    assert spans(["measure"], file=file)[0][0][0] == "measure"
+def test_a_server_that_measured_in_the_middle_of_loading_goes_on_loading(pair: tuple[Server, Server]) -> None:
+    one, other = pair
+    one.do("loading", "measuring", "end")
+    other.begin("measuring")
+    assert other.waits()
+    one.do("end")
+    other.done("measuring")
 
 
-def test_a_server_that_starts_alone_waits_for_nobody() -> None:
-    first, second = spans(["measure"] * 3, ["measure"] * 3, file=None)
-    assert any(overlap(one, other) for one in first for other in second)
+@pytest.mark.parametrize("step", ["measuring", "alone"])
+def test_two_that_want_to_measure_while_both_load_take_turns(pair: tuple[Server, Server], step: str) -> None:
+    one, other = pair
+    one.do("loading")
+    other.do("loading")
+    one.begin(step)
+    assert one.waits(), "the other one loads"
+    other.begin(step)  # which gives way, and then either of them may be the first
+    tried = cycle(pair)
+    first = next(server for server in tried if not server.waits(0.01))
+    second = next(tried)
+    assert second.waits()
+    first.do("end", "end")
+    second.done(step)
+
+
+def test_a_server_that_is_killed_holds_up_nobody(pair: tuple[Server, Server]) -> None:
+    one, other = pair
+    one.do("loading")
+    other.begin("measuring")
+    assert other.waits()
+    one.process.kill()
+    other.done("measuring")
+
+
+@pytest.mark.parametrize("path", ["", "missing", "."])
+def test_without_a_file_nobody_waits(variables: dict[str, str], tmp_path: Path, path: str) -> None:
+    named = {together.LOCK: str(tmp_path / path) if path else ""}
+    with server(variables | named) as one, server(variables | named) as other:
+        one.do("loading", "measuring", "end")
+        other.do("measuring", "alone")
+
+
+# Two servers open it only if both do so at the same time, and it is used for nothing else meanwhile.
+ENGINE = """
+import os, time
+from pathlib import Path
+from services.engines.torch.spec import TORCH
+from dataclasses import replace
+
+PLACE = Path(__file__).parent
+
+def opening():
+    return list(PLACE.glob("opening-*"))
+
+class Together:
+    name = "together"
+
+    def __init__(self, engine):
+        self._engine = engine
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    def forward(self, rows):
+        if opening():
+            (PLACE / "disturbed").touch()
+        return self._engine.forward(rows)
+
+def open_(path, options):
+    (PLACE / f"opening-{os.getpid()}").touch()
+    end = time.monotonic() + 120
+    while len(opening()) + len(list(PLACE.glob("opened-*"))) < 2 and time.monotonic() < end:
+        time.sleep(0.01)
+    opened = Together(TORCH.open(path, options))
+    (PLACE / f"opening-{os.getpid()}").rename(PLACE / f"opened-{os.getpid()}")
+    if time.monotonic() >= end:
+        raise TimeoutError("the other server does not open its model at the same time")
+    return opened
+
+SPEC = replace(TORCH, name="together", open=open_)
+"""
+
+
+def test_target_and_draft_of_a_fleet_load_together(
+    tmp_path: Path, tiny_models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "together_engine.py").write_text(ENGINE)
+    information = tmp_path / "together_engine-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: together-engine\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text("[draftbridge.engines]\ntogether = together_engine:SPEC\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    monkeypatch.setenv(together.LOCK, "one of another fleet, which has ended")
+    options = ("--engine", "together", "--dtype", "float32", "--threads", "1")
+    target, draft = map(str, tiny_models)
+    with ExitStack() as stack:
+        running = stack.enter_context(fleet(target, draft, target_options=options, draft_options=options))
+        assert len(list(tmp_path.glob("opened-*"))) == 2
+        assert not (tmp_path / "disturbed").exists()
+        client = stack.enter_context(Client(running.bridge))
+        assert client.generate("The quick", max_tokens=6).finished.usage.generated_token_count == 6
+
+
+def test_the_variable_of_another_fleet_is_not_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(together.LOCK, "one of another fleet, which has ended")
+    assert together.LOCK not in configured_environment()

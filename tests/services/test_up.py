@@ -16,7 +16,6 @@ import pytest
 from typer.testing import CliRunner
 
 from draftbridge import Client
-from services.cli import processes
 from services.cli.app import app
 from services.cli.processes import READY, draft_threads, fleet, launched
 from services.cli.zoo import running as zoo
@@ -211,27 +210,6 @@ def test_a_zoo_takes_its_engine_from_the_environment_unless_an_option_names_it(
         with zoo._fleet(["a"], ["suffix"], engine):
             assert started[:2] == [f"a --role target --name a {words}".strip(), "suffix --role draft --name suffix"]
         started.clear()
-
-
-def test_draft_and_target_load_together(tiny_models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    steps: list[str] = []
-
-    def noted(name: str) -> None:
-        real = getattr(processes, name)
-
-        def call(*words: str, **options: Any) -> Any:
-            found = real(*words, **options)
-            steps.append(f"{name} {words[0]}")
-            return found
-
-        monkeypatch.setattr(processes, name, call)
-
-    noted("_start")
-    noted("_ready")
-    target, draft = map(str, tiny_models)
-    with fleet(target, draft, target_options=("--engine", "torch"), draft_options=("--engine", "torch")) as running:
-        assert Client(running.bridge).generate("a", max_tokens=2).text
-    assert steps == ["_start serve"] * 2 + ["_ready draft", "_ready target", "_start bridge", "_ready bridge"]
 
 
 HELD_DOWNLOAD = """
