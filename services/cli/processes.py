@@ -218,7 +218,7 @@ def fleet(
         return () if configured else ("--name", default_name(model))
 
     with contextlib.ExitStack() as stack:
-        announced = _Announced()
+        announced = Announcements()
 
         def start(name: str, *arguments: str, **variables: str) -> None:
             words = (*arguments, "--until-stdin-closes")
@@ -277,7 +277,7 @@ def launched(
     """Runs a module that prints its address and ends when its standard input closes. See `serve`."""
     process = _start(*arguments, module=module, environment=environment)
     try:
-        announced = _Announced()
+        announced = Announcements()
         announced.watch(name, process)
         announced.wait_for(name)
         yield announced.addresses[name], process
@@ -314,7 +314,7 @@ def _start(*arguments: str, module: str = "services.cli", environment: Mapping[s
     )
 
 
-class _Announced:
+class Announcements:
     """The addresses that processes print when they are ready, by the names of the processes."""
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from draftbridge import Client
 from services.cli.app import app
-from services.cli.processes import READY, draft_threads, fleet, launched
+from services.cli.processes import READY, Announcements, ProcessFailed, draft_threads, fleet, launched
 from services.cli.zoo import running as zoo
 from services.errors import ModelNotFound
 from services.store.built_in import SUFFIX
@@ -210,6 +210,35 @@ def test_a_zoo_takes_its_engine_from_the_environment_unless_an_option_names_it(
         with zoo._fleet(["a"], ["suffix"], engine):
             assert started[:2] == [f"a --role target --name a {words}".strip(), "suffix --role draft --name suffix"]
         started.clear()
+
+
+def watched(announced: Announcements, **scripts: str) -> ExitStack:
+    """Watches processes that run scripts; they end with the returned context."""
+    with ExitStack() as stack:
+        for name, script in scripts.items():
+            process = stack.enter_context(started([sys.executable, "-c", script], stdout=subprocess.PIPE))
+            announced.watch(name, process)
+        return stack.pop_all()
+
+
+def test_a_server_that_prints_much_holds_up_nobody(tmp_path: Path) -> None:
+    done, announced = tmp_path / "done", Announcements()
+    chatty = f"print('x' * 1_000_000); open({str(done)!r}, 'w'); print('listening on b:1')"
+    # It is ready only after the other one has printed everything.
+    patient = f"import os, time\nwhile not os.path.exists({str(done)!r}): time.sleep(0.01)\nprint('listening on a:1')"
+    with watched(announced, a=patient, b=chatty):
+        announced.wait_for("a", "b")
+    assert announced.addresses == {"a": "a:1", "b": "b:1"}
+
+
+def test_a_server_that_ends_is_reported_while_another_one_starts() -> None:
+    # The first one starts for ever.
+    announced = Announcements()
+    with (
+        watched(announced, a="import time; time.sleep(600)", b="print('listening on b:1')", c="raise SystemExit(3)"),
+        pytest.raises(ProcessFailed, match="the c did not start: see its message above"),
+    ):
+        announced.wait_for("a", "b", "c")
 
 
 HELD_DOWNLOAD = """
