@@ -250,7 +250,7 @@ def fleet(
 
 
 def _start_lock(stack: contextlib.ExitStack) -> dict[str, str]:
-    """Returns a variable for servers that are to load together; none where there is no place for its file, or no lock.
+    """Returns a variable for servers that are to load together; empty if its file cannot be made or locked.
 
     Without it they must start one after the other: each measures its passes, which loading makes thirty times as slow.
     """

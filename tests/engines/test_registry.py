@@ -1,6 +1,5 @@
 """Tests the registry of engines: the choice of `auto`, what an engine refuses, and how one is added."""
 
-import os
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
@@ -18,6 +17,7 @@ from services.engines.registry import choose_engine, engine_spec, engines, prepa
 from services.engines.spec import Dtype, EngineOptions, GaudiOptions, Weights
 from services.engines.torch import spec as torch_spec
 from services.engines.torch.spec import TORCH
+from tests.support.engine_package import install_engine
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "engines.md"
 
@@ -40,23 +40,14 @@ class Toy:
         self.forward_count += 1
         return self._engine.forward(rows)
 
-TOY = replace(TORCH, name="toy", runs="what torch runs", open=lambda path, options: Toy(TORCH.open(path, options)))
+SPEC = replace(TORCH, name="toy", runs="what torch runs", open=lambda path, options: Toy(TORCH.open(path, options)))
 '''
 
 
-@pytest.fixture
-def toy_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Installs a package with the toy engine for processes that are started from here."""
-    (tmp_path / "toy_engine.py").write_text(TOY)
-    information = tmp_path / "toy_engine-1.0.dist-info"
-    information.mkdir()
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-engine\nVersion: 1.0\n")
-    (information / "entry_points.txt").write_text("[draftbridge.engines]\ntoy = toy_engine:TOY\n")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
-    return tmp_path
-
-
-def test_an_engine_of_another_package_serves_a_generation(toy_on_path: Path, tiny_models: tuple[Path, Path]) -> None:
+def test_an_engine_of_another_package_serves_a_generation(
+    tmp_path: Path, tiny_models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_engine(tmp_path, "toy", TOY, monkeypatch)
     target, options = str(tiny_models[0]), ("--dtype", "float32", "--threads", "1")
     with (
         fleet(target, None, target_options=("--engine", "toy", *options)) as running,

@@ -15,6 +15,7 @@ import pytest
 from draftbridge import Client
 from services.cli.processes import configured_environment, fleet
 from services.engines import together
+from tests.support.engine_package import install_engine
 
 pytestmark = pytest.mark.skipif(not together.possible, reason="the system has no locks of files for processes")
 
@@ -188,7 +189,7 @@ def open_(path, options):
     (PLACE / f"opening-{os.getpid()}").touch()
     end = time.monotonic() + 120
     while len(opening()) + len(list(PLACE.glob("opened-*"))) < 2 and time.monotonic() < end:
-        time.sleep(0.01)
+        time.sleep(0.01)  # until the other server has come
     opened = Together(TORCH.open(path, options))
     (PLACE / f"opening-{os.getpid()}").rename(PLACE / f"opened-{os.getpid()}")
     if time.monotonic() >= end:
@@ -202,12 +203,7 @@ SPEC = replace(TORCH, name="together", open=open_)
 def test_target_and_draft_of_a_fleet_load_together(
     tmp_path: Path, tiny_models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "together_engine.py").write_text(ENGINE)
-    information = tmp_path / "together_engine-1.0.dist-info"
-    information.mkdir()
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: together-engine\nVersion: 1.0\n")
-    (information / "entry_points.txt").write_text("[draftbridge.engines]\ntogether = together_engine:SPEC\n")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    install_engine(tmp_path, "together", ENGINE, monkeypatch)
     monkeypatch.setenv(together.LOCK, "one of another fleet, which has ended")
     options = ("--engine", "together", "--dtype", "float32", "--threads", "1")
     target, draft = map(str, tiny_models)
