@@ -142,7 +142,7 @@ class ModelReader:
     ) -> tuple[Vocabulary, str]:
         """Returns the model's tokenizer and why it cannot be a target's, or "". Fetches each checksum once."""
         sha256 = description.tokenizer_sha256
-        if sha256 not in self._vocabularies:
+        if (found := self._vocabularies.get(sha256)) is None:
             data, announced = await _download(stub, address)
             got = (await asyncio.to_thread(hashlib.sha256, data)).hexdigest()
             if not got == announced == sha256:
@@ -154,12 +154,13 @@ class ModelReader:
             is_large = len(data) >= tested_tokenizers.LARGE_BYTES
             known = await asyncio.to_thread(tested_tokenizers.known_flaw, sha256) if is_large else None
             async with self._reading:  # another service with the same tokenizer may be connecting at the same time
-                is_new = sha256 not in self._vocabularies
-                if is_new:
-                    self._vocabularies[sha256] = await self.read_tokenizer(bytes(data), description, address, known)
+                is_new = (found := self._vocabularies.get(sha256)) is None
+                if found is None:
+                    found = await self.read_tokenizer(bytes(data), description, address, known)
+                    self._vocabularies[sha256] = found
             if is_new and is_large and known is None:  # after the lock, because a disk may hang
-                await asyncio.to_thread(tested_tokenizers.remember, sha256, self._vocabularies[sha256][1])
-        return self._vocabularies[sha256]
+                await asyncio.to_thread(tested_tokenizers.remember, sha256, found[1])
+        return found
 
     @staticmethod
     async def read_tokenizer(

@@ -47,7 +47,7 @@ def _flaws() -> dict[str, str]:
 
 
 def _is_flaw(value: object) -> bool:
-    return isinstance(value, str) and len(value) <= _MAX_CHARACTERS and (value.isprintable() or not value)
+    return isinstance(value, str) and len(value) <= _MAX_CHARACTERS and value.isprintable()
 
 
 def _file() -> Path:

@@ -18,6 +18,7 @@ except ImportError:  # Windows
 
 _log = logging.getLogger(__name__)
 
+# Whether files can be locked here.
 possible = fcntl is not None
 # The variable with the file's path.
 LOCK = "DRAFTBRIDGE_START_LOCK"

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from uuid import uuid4
 
 from filelock import FileLock
 from platformdirs import user_cache_path
@@ -98,15 +99,13 @@ def cache_directory() -> Path:
 def write_json(file: Path, value: object) -> None:
     """Writes a file of JSON, and the directory that it belongs in, in one step. Raises OSError."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as scratch:
-        path = Path(scratch.name)
-        try:
-            json.dump(value, scratch)
-            scratch.close()
-            path.replace(file)
-        except OSError:
-            path.unlink(missing_ok=True)
-            raise
+    scratch = file.with_name(f"{file.name}.{uuid4().hex}")  # processes of several containers may have the same id
+    try:
+        scratch.write_text(json.dumps(value))
+        scratch.replace(file)
+    except OSError:
+        scratch.unlink(missing_ok=True)
+        raise
 
 
 @contextlib.contextmanager

@@ -151,3 +151,12 @@ def test_without_a_place_nothing_is_remembered(memory: Path, tested: list[int], 
     assert flaw_at_start() == flaw_at_start() == FLAW
     assert len(tested) == 2
     assert not memory.parent.is_dir() or os.listdir(memory.parent) == [memory.name]
+
+
+def test_bridges_of_other_users_may_read_a_shared_cache(memory: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        tested_tokenizers.remember("0", "")
+    finally:
+        os.umask(before)
+    assert memory.stat().st_mode & 0o777 == 0o644

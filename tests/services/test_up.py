@@ -212,30 +212,33 @@ def test_a_zoo_takes_its_engine_from_the_environment_unless_an_option_names_it(
         started.clear()
 
 
+PIPES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+
+
 def watched(announced: Announcements, **scripts: str) -> ExitStack:
     """Watches processes that run scripts; they end with the returned context."""
     with ExitStack() as stack:
         for name, script in scripts.items():
-            process = stack.enter_context(started([sys.executable, "-c", script], stdout=subprocess.PIPE))
+            process = stack.enter_context(started([sys.executable, "-c", script], **PIPES))
             announced.watch(name, process)
         return stack.pop_all()
 
 
 def test_a_server_that_prints_much_holds_up_nobody(tmp_path: Path) -> None:
     done, announced = tmp_path / "done", Announcements()
-    chatty = f"print('x' * 1_000_000); open({str(done)!r}, 'w'); print('listening on b:1')"
+    os.mkfifo(done)
+    chatty = f"print('x' * 1_000_000); open({str(done)!r}, 'w').close(); print('listening on b:1')"
     # It is ready only after the other one has printed everything.
-    patient = f"import os, time\nwhile not os.path.exists({str(done)!r}): time.sleep(0.01)\nprint('listening on a:1')"
+    patient = f"open({str(done)!r}).read(); print('listening on a:1')"
     with watched(announced, a=patient, b=chatty):
         announced.wait_for("a", "b")
     assert announced.addresses == {"a": "a:1", "b": "b:1"}
 
 
 def test_a_server_that_ends_is_reported_while_another_one_starts() -> None:
-    # The first one starts for ever.
     announced = Announcements()
-    with (
-        watched(announced, a="import time; time.sleep(600)", b="print('listening on b:1')", c="raise SystemExit(3)"),
+    with (  # the first one waits for a line that never comes
+        watched(announced, a="input()", b="print('listening on b:1')", c="raise SystemExit(3)"),
         pytest.raises(ProcessFailed, match="the c did not start: see its message above"),
     ):
         announced.wait_for("a", "b", "c")
