@@ -34,7 +34,7 @@ _SUPPRESSED = [HealthCheck.too_slow, HealthCheck.differing_executors]
 # Examples are the same in each run, so that a change fails only by what it changed; a deep run draws others.
 settings.register_profile(
     "here",
-    max_examples=100 if DEEP else 33,
+    max_examples=100 if DEEP else 25,
     deadline=None,
     suppress_health_check=_SUPPRESSED,
     print_blob=True,

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import doors
 from benchmarks.doors import summary
+from tests.support.depth import deep_only
 
 
 def test_latencies_of_all_streams_and_the_longest_gap_of_one() -> None:
@@ -17,6 +18,7 @@ def test_latencies_of_all_streams_and_the_longest_gap_of_one() -> None:
     assert found["p99"] >= 2
 
 
+@deep_only
 def test_the_benchmark_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "doors.json"
     options = ["--streams", "2", "--events", "5", "--pace-ms", "5", "--json", str(out)]

@@ -18,8 +18,7 @@ from tests.support.depth import DEEP
         (PAIRS[0], 0),
         (PAIRS[1], 10),
         (PAIRS[2], 100),
-        (PAIRS[3], 10),
-        *(((PAIRS[0], 50), (PAIRS[2], 10)) if DEEP else ()),
+        *(((PAIRS[3], 10), (PAIRS[0], 50), (PAIRS[2], 10)) if DEEP else ()),
     ],
     ids=lambda value: f"{value} ms away" if isinstance(value, int) else f"{value.draft_ms:g} of {value.verify_ms:g} ms",
 )
@@ -46,7 +45,6 @@ def test_every_ordered_pair_of_the_four_real_models_is_recorded() -> None:
     ("name", "pair", "round_trip_ms"),
     [
         (f"{QWEN} <- {SMOLLM}", PAIRS[0], 0),
-        (f"{QWEN} <- qwen2.5-coder-0.5b-instruct", PAIRS[1], 10),
         (f"gemma-3-270m <- {SMOLLM}", PAIRS[2], 50),
         *((name, pair, 10) for name in TRACES for pair in (PAIRS if DEEP else ())),
     ],

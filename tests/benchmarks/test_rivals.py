@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from benchmarks.rivals import Entry, Rival, RivalFailed, started
+from tests.support.depth import deep_only
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="rivals are stopped by signals")
@@ -42,6 +43,7 @@ def generated(model: Path) -> list[int]:
     return list(found[0, len(PROMPT) :].tolist())
 
 
+@deep_only
 def test_rivals_say_what_transformers_says(tiny_models: tuple[Path, Path]) -> None:
     target, draft = tiny_models
     options = ["--model", str(target), "--draft", str(draft), "--dtype", "float32", "--threads", "1"]

@@ -1,6 +1,7 @@
 """Compares the torch engine with transformers, in float32, over families, batches and rollbacks."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import transformers
 
 from bridge.errors import UnusableModel
 from services.engines.engine import Row, slot_room
-from services.engines.torch.compiled import _COMPILER, GraphForwards
+from services.engines.torch.compiled import GraphForwards
 from services.engines.torch.engine import TorchEngine
 from tests.support.depth import DEEP
 from tests.support.engine_contract import FAMILIES, LLAMA_LIKE, EngineContract, expected, family, saved
@@ -53,8 +54,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[torch.n
     model = saved(transformers.LlamaConfig(**LLAMA_LIKE | {"num_hidden_layers": 1}), directory)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("services.engines.torch.compiled._COMPILED_WIDTHS", (8,))  # each takes half a minute
-        # The choice of kernels takes as long again: it compiles several for each matrix.
-        patch.setitem(_COMPILER, "max_autotune", DEEP)
+        if not DEEP:  # the model is traced, but no C++ compiled
+            patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
         yield model, TorchEngine(directory, dtype="float32", slot_count=3, compiled=True)
 
 

@@ -21,6 +21,7 @@ from services.engines.llamacpp import spec
 from services.engines.spec import EngineOptions
 from tests.conftest import save_tiny_model
 from tests.support import gguf, warm
+from tests.support.depth import DEEP, deep_only
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="torch brings GNU's OpenMP on Linux")
 
@@ -86,7 +87,7 @@ def test_other_threads_are_not_bound(environment: dict[str, str], small: str, mo
 
 @pytest.mark.models
 @pytest.mark.skipif(core_count() < 2, reason="this machine has one core")
-@pytest.mark.parametrize("per_core", [1, 2])
+@pytest.mark.parametrize("per_core", [1, 2] if DEEP else [2])
 def test_threads_of_a_forward_are_bound_but_not_those_of_forwards_beside_one_another(
     per_core: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,6 +116,7 @@ def test_threads_of_a_forward_are_bound_but_not_those_of_forwards_beside_one_ano
     assert sorted(map(list, bound)) == sorted([one] for one in allowed for _ in range(per_core))
 
 
+@deep_only
 def test_no_thread_of_openvino_is_bound(
     tiny_models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -22,7 +22,7 @@ from services.engines.openvino.graph import AttentionSpec
 from services.engines.openvino.padding import measured_budget
 from services.engines.openvino.spec import convert
 from services.store.cache import NoSpace, cache_directory
-from tests.support.depth import DEEP
+from tests.support.depth import DEEP, deep_only
 from tests.support.engine_contract import (
     FAMILIES,
     LLAMA_LIKE,
@@ -36,7 +36,7 @@ from tests.support.engine_contract import (
 # OpenVINO has no operators for the attention or the routing to experts of the others.
 NOT_EXPORTED = ("gemma2", "gpt_oss", "phimoe")
 # Their graphs have nothing that those of other families lack.
-ALIKE = () if DEEP else ("llama", "qwen2", "phi3")
+ALIKE = () if DEEP else ("llama", "mistral", "phi3", "qwen2", "qwen3")
 EXPORTED = [name for name in FAMILIES if name not in NOT_EXPORTED + ALIKE]
 
 
@@ -66,7 +66,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Exported:
     return Exported(model, directory / "openvino" / "model.xml")
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4"] if DEEP else ["int8"])
+@deep_only
+@pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_smaller_weights_are_close(weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model is converted once."""
     monkeypatch.setenv("DRAFTBRIDGE_CACHE", str(tmp_path / "cache"))

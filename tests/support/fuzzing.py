@@ -34,7 +34,7 @@ from tests.support.waiting import eventually
 
 T = TypeVar("T")
 
-DEFAULT_CASES = 2000 if DEEP else 1000
+DEFAULT_CASES = 2000 if DEEP else 600
 CASES = int(os.environ.get("DRAFTBRIDGE_FUZZ_CASES", DEFAULT_CASES))
 # A call that takes longer hangs.
 DEADLINE_SECONDS = 60.0

@@ -12,6 +12,7 @@ import gc
 import importlib
 import json
 import os
+import pkgutil
 import runpy
 import select
 import signal
@@ -24,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 from services.cli import processes
+from services.engines import registry
 
 _MAX_MESSAGE_BYTES = 1 << 20
 _START_SECONDS = 240.0
@@ -225,8 +227,12 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
     os.environ.update(request["environment"])
     os.sched_setaffinity(0, request["cores"])
     os.chdir(request["directory"])
-    if paths[0] != paths[1]:  # other packages may be found there
-        os.execv(sys.executable, [sys.executable, "-m", request["module"], *request["arguments"]])
+    if paths[0] != paths[1]:
+        added = [path for path in (paths[1] or "").split(os.pathsep) if path not in sys.path]
+        if {module.name for module in pkgutil.iter_modules(added)} & set(sys.modules):  # it would be another one
+            os.execv(sys.executable, [sys.executable, "-m", request["module"], *request["arguments"]])
+        sys.path[1:1] = added
+        registry.engines.cache_clear()  # they may bring engines
     sys.argv = [request["module"], *request["arguments"]]
     status = 0
     try:
