@@ -67,11 +67,22 @@ def large_engine(without_bfloat16: bool) -> str:
     return registry.AUTO if without_bfloat16 else "torch"
 
 
+# The draft writes most of the docstrings; the functions repeat the prompt, so that prompt lookup has its part.
+_CODE_PROMPT = """Add a docstring to each function:
+
+def area(width, height):
+    return width * height
+
+def perimeter(width, height):
+    return 2 * (width + height)
+
+def is_square(width, height):
+    return width == height"""
 # Eleven to one in size, from two families, with two tokenizers.
 LARGE = Demonstration(
     "qwen2.5-coder-1.5b-instruct",
     "smollm2-135m-instruct",
-    "Write a Python function that counts the words of a text, with a docstring and an example.",
+    _CODE_PROMPT,
     engine=large_engine(lacks_bfloat16() and surely_on_cpu(EngineOptions().device)),
     reasons={
         "torch": "The target runs in torch with its weights in full precision, where a pass over several tokens costs "
@@ -131,10 +142,11 @@ def run(console: Console, wanted: Demonstration, max_tokens: int | None, report:
         report("the same text by the target alone, for comparison")
         alone = bench.sample_of(client.stream(**options, max_tokens=max_tokens, speculation="off"), ALONE)
     console.print(Fitted(bench.table([alone, together])))
-    console.print(_why(together, alone), highlight=False, soft_wrap=True)
+    lines = not console.is_terminal  # a file gets each sentence in one line, a terminal none that ends in a word
+    console.print(_why(together, alone), highlight=False, soft_wrap=lines)
     if reason := wanted.reason(target.engine):
-        console.print(reason, style="dim", highlight=False, soft_wrap=True)
-    console.print(_compared(together.text, alone.text), soft_wrap=True)
+        console.print(reason, style="dim", highlight=False, soft_wrap=lines)
+    console.print(_compared(together.text, alone.text), soft_wrap=lines)
 
 
 def _started(wanted: Demonstration, report: Callable[[str], None]) -> AbstractContextManager[Fleet]:
