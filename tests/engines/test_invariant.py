@@ -3,7 +3,6 @@
 `test_fixed_width` tests that their logits are the same bit for bit.
 """
 
-import os
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -107,53 +106,6 @@ def test_a_product_that_rounds_differently_above_32_rows_gets_no_more(
     counts.clear()
     check_parts(engine, model, 100)
     assert max(counts) == 32
-
-
-def test_what_was_compared_once_is_remembered_for_the_same_files_and_threads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DRAFTBRIDGE_CACHE", str(tmp_path / "cache"))
-    saved(FAMILIES["llama"], path := tmp_path / "model")
-    token_counts = list[int]()
-    run = TorchEngine._run_invariant
-
-    def counting(self: TorchEngine, rows: list[Row], *given: Any, **options: Any) -> torch.Tensor:
-        token_counts.append(sum(len(row.token_ids) for row in rows))
-        return run(self, rows, *given, **options)
-
-    monkeypatch.setattr(TorchEngine, "_run_invariant", counting)
-
-    def compared(remembers: bool = True) -> bool:
-        """Returns whether a new engine compared forwards."""
-        token_counts.clear()
-        engine = invariant(TorchEngine(path, dtype="float32", slot_count=2, remembers=remembers))
-        widths.add((engine._invariant_width, engine._model.get_output_embeddings().row_limit))
-        return 96 in token_counts
-
-    widths = set[tuple[int, int]]()
-    assert compared() and not compared() and compared(remembers=False)
-    (record,) = (tmp_path / "cache" / "torch").iterdir()
-    record.write_text("[7, null]")
-    assert compared() and not compared()
-    os.utime(path / "model.safetensors", ns=(1, 1))
-    assert compared() and not compared()
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
-    assert compared() and not compared()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(threads + 1)
-    try:
-        assert compared() and not compared()
-    finally:
-        torch.set_num_threads(threads)
-    assert len(widths) == 1
-
-
-def test_that_forwards_differ_is_not_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be something that passes, such as memory that is full."""
-    monkeypatch.setenv("DRAFTBRIDGE_CACHE", str(tmp_path / "cache"))
-    saved(FAMILIES["gpt2"], path := tmp_path / "model")
-    assert not TorchEngine(path, dtype="float32", slot_count=2, remembers=True).make_invariant()
-    assert not (tmp_path / "cache").exists()
 
 
 def test_an_activation_that_rounds_differently_in_a_wide_forward_makes_forwards_narrower(tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ from services.engines.torch.invariant import (
     limit_rows,
     make_invariant,
     padded,
-    record_file,
     routes_tokens,
     size_of,
 )
@@ -49,8 +48,7 @@ class TorchEngine:
     bfloat16 if the device computes in it, else float32. `threads`: CPU threads. `cache_byte_limit`: memory for the keys
     and values of all slots, in bytes. `int8`: stores weights in 8 bits, which is fast only with `compiled`.
     `compiled`: compiles forwards of few tokens, which takes minutes on CPUs; on CUDA, records them as graphs.
-    `trusted`: the directory may run code, see `load_model`. `remembers`: finds out once whether forwards can be
-    batch-invariant, see `record_file`.
+    `trusted`: the directory may run code, see `load_model`.
     Raises `UnusableModel` for a model that does not support rollback.
     """
 
@@ -68,7 +66,6 @@ class TorchEngine:
         int8: bool = False,
         compiled: bool = False,
         trusted: bool = False,
-        remembers: bool = False,
     ) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
@@ -82,7 +79,6 @@ class TorchEngine:
         self._fast: FastForwards | None = None
         # The most tokens of a batch-invariant forward; 0: forwards are not.
         self._invariant_width = 0
-        self._source = source if remembers else None
         self._least = 1
         self.slot_count = slot_count
         try:
@@ -132,7 +128,6 @@ class TorchEngine:
                     self.context_length,
                     lambda row: self._run_invariant([row], width=SIZES[-1]),
                     self.vocabulary_size,
-                    self._source and record_file(self._source, self.dtype, self.context_length),
                 )
                 if self._invariant_width and not self._passes_agree():
                     raise ValueError("logits in batch-invariant passes differ from those in others")

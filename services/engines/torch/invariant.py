@@ -8,36 +8,26 @@
   larger one: the same shape for a position in every forward. Blocks that end there together are a batch.
 * Everything else in a model treats each token separately, except experts: models that have some are not run so.
 
-`make_invariant` checks this on the model, with each number of tokens, because libraries differ by processor. A server
-remembers what it found: see `record_file`.
+`make_invariant` checks this on the model at start, with each number of tokens, because libraries differ by processor.
 """
 
-import hashlib
-import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch.nn.functional import pad
 
-from services.engines.cpu import cpu_flags, cpu_name
 from services.engines.engine import Row, sample_ids
-from services.engines.measuring import library_facts, remember
 from services.engines.torch.attention import Scoring
 from services.engines.torch.cache import SlotCaches, attention, branched, causal_mask
 from services.engines.torch.packed import PackedLinear
-from services.store.cache import cache_directory
 
 # The numbers of tokens of a forward. One or two take no less time than four; with AVX-512 six do not take more either,
 # and seven or eight take a fifth more. A prompt of 512 takes 3% to 10% longer in four forwards than in one.
 SIZES = (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 # The most rows of a product: the first number with which most numbers of tokens agree.
 _LIMITS = (64, 32)
-# Prefixes of variables that may change which kernels torch takes.
-_KERNELS = ("ATEN_", "DNNL_", "KMP_", "MKL_", "OMP_", "ONEDNN_", "TORCH_")
 # Positions of a block of attention, and of the span of blocks whose end is where a block's keys end. More of either
 # computes more padding, fewer take more calls. A slot holds a multiple of a span.
 _BLOCK, SPAN = 4, 64
@@ -214,13 +204,11 @@ def make_invariant(
     context_length: int,
     forward: Callable[[Row], torch.Tensor],
     vocabulary_size: int,
-    record: Path | None = None,
 ) -> int:
     """Limits the rows of products so that a position's logits are the same bit for bit in each forward.
 
     Returns the most tokens of a forward, 32 to 128, or 0 if logits would differ nevertheless. `forward` runs one row
-    and returns its logits. `record`: where to look up what an earlier start found, and to keep it, see `record_file`.
-    Overwrites slot 0. Models in which a packed layer gets only some tokens, as experts do, are
+    and returns its logits. Overwrites slot 0. Models in which a packed layer gets only some tokens, as experts do, are
     refused: its numbers of rows would not be those that are compared. What is compared are a few positions after 576
     others at most, so windows larger than that and longer texts are taken on trust.
     """
@@ -228,9 +216,6 @@ def make_invariant(
     looked_up = {id(part.weight) for part in model.modules() if isinstance(part, torch.nn.Embedding)}
     if any(len(one.shape) > 1 and id(one) not in looked_up for one in model.parameters()):
         return 0  # a product with weights that are not packed
-    if record and (found := _recorded(record)):
-        limit_rows(model, found[1])
-        return found[0]
     counts = set[int]()
     ids = sample_ids(_COMPARED, vocabulary_size)
     keep = min(_COMPARED_AFTER, (context_length - _COMPARED) // SPAN * SPAN)
@@ -256,11 +241,9 @@ def make_invariant(
     most, rows = 0, None
     with _row_counts(model, counts):
         for limit in _LIMITS:
-            if most < _COMPARED and (agreed := agreeing(limit)) > most:
-                most, rows = agreed, limit
+            if most < _COMPARED and (found := agreeing(limit)) > most:
+                most, rows = found, limit
     limit_rows(model, rows)
-    if record and most:
-        remember(record, (most, rows))
     return most
 
 
@@ -269,29 +252,3 @@ def limit_rows(model: torch.nn.Module, limit: int | None) -> None:
     for part in model.modules():
         if isinstance(part, PackedLinear):
             part.row_limit = limit
-
-
-def record_file(source: Path, *facts: object) -> Path:
-    """Returns where the cache keeps which forwards of a model agree: the comparison takes a fifth of a start.
-
-    The name stands for all that the result depends on: the files of the directory `source`, `facts` such as the data
-    type, the number of threads, the processor, torch, the variables that it reads, and this package's code.
-    """
-    files = [
-        (file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(source.iterdir()) if file.is_file()
-    ]
-    code = [file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py"))]
-    variables = sorted(item for item in os.environ.items() if item[0].startswith(_KERNELS))
-    machine = (cpu_name(), sorted(cpu_flags()), torch.get_num_threads(), variables)
-    key = (str(source.absolute()), files, code, machine, torch.__version__, library_facts("torch"), facts)
-    return cache_directory().parent / "torch" / f"{hashlib.sha256(repr(key).encode()).hexdigest()[:24]}.json"
-
-
-def _recorded(record: Path) -> tuple[int, int] | None:
-    """Returns the most tokens of a forward and the most rows of a product, None if they have to be found."""
-    try:
-        found: Any = json.loads(record.read_text())
-        most, rows = found
-    except (OSError, ValueError, TypeError):  # absent, or written by another program
-        return None
-    return (most, rows) if most in SIZES and rows in _LIMITS else None

@@ -39,7 +39,6 @@ def _open(path: Path, options: EngineOptions) -> "Engine":
         int8=options.weights is Weights.INT8,
         compiled=options.compile,
         trusted=options.trusted,
-        remembers=True,
     )
     if opened.device == "cpu":
         bind_this_thread()
