@@ -27,7 +27,7 @@ export PROMPT TARGET DRAFT
 WORKERS ?= $(shell echo $$(( ($$(getconf _NPROCESSORS_ONLN) * 3 + 1) / 2 )))
 TEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-test: .venv/dev ## Run all tests. PYTEST_ARGS="..." goes to pytest.
+test: .venv/dev ## Run the tests, without the longest cases. PYTEST_ARGS="..." goes to pytest.
 	$(TEST) -m "not guests and not zoo" $(PYTEST_ARGS)
 
 test-deep: .venv/dev ## Run all tests with every case and example: about half an hour.
@@ -44,7 +44,8 @@ fuzz: .venv/dev ## Send 100,000 random and mutated calls: several minutes.
 
 # Engines that are extras, by the contract that all engines are tested by.
 test-engines: .venv/llamacpp ## Run the engines' tests, with llama.cpp; the first time it is compiled for ten minutes.
-	$(BIN)/pytest tests/engines/test_engine.py tests/engines/test_llamacpp.py tests/services/test_guest_adapters.py
+	DRAFTBRIDGE_TEST_DEEP=1 \
+		$(BIN)/pytest tests/engines/test_engine.py tests/engines/test_llamacpp.py tests/services/test_guest_adapters.py
 
 # Engines that DraftBridge is a guest of need other versions of packages.
 test-guests: .venv/dev .venv/guests/ready .venv/sglang/ready ## Run the adapters in vLLM and SGLang (3.7 GB).

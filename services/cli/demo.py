@@ -142,11 +142,11 @@ def run(console: Console, wanted: Demonstration, max_tokens: int | None, report:
         report("the same text by the target alone, for comparison")
         alone = bench.sample_of(client.stream(**options, max_tokens=max_tokens, speculation="off"), ALONE)
     console.print(Fitted(bench.table([alone, together])))
-    lines = not console.is_terminal  # a file gets each sentence in one line, a terminal none that ends in a word
-    console.print(_why(together, alone), highlight=False, soft_wrap=lines)
+    unwrapped = not console.is_terminal  # on a terminal no line breaks within a word
+    console.print(_why(together, alone), highlight=False, soft_wrap=unwrapped)
     if reason := wanted.reason(target.engine):
-        console.print(reason, style="dim", highlight=False, soft_wrap=lines)
-    console.print(_compared(together.text, alone.text), soft_wrap=lines)
+        console.print(reason, style="dim", highlight=False, soft_wrap=unwrapped)
+    console.print(_compared(together.text, alone.text), soft_wrap=unwrapped)
 
 
 def _started(wanted: Demonstration, report: Callable[[str], None]) -> AbstractContextManager[Fleet]:

@@ -15,7 +15,6 @@ from bridge.errors import InvalidGrammar
 from bridge.sampling.grammar import Grammar, GrammarKind
 from services.grammars.byte_matcher import ByteMatcher, byte_tokenizer
 from services.grammars.compiler import compile_grammar
-from tests.support.depth import deep_only
 
 PACKAGE = f"jsonschema=={version('jsonschema')}"
 DRAFTS = ("draft4", "draft6", "draft7", "draft2019-09", "draft2020-12")
@@ -68,7 +67,6 @@ def outcomes(suite: list[tuple[str, dict[str, Any]]]) -> Iterator[tuple[str, boo
             yield name, test["valid"], allowed
 
 
-@deep_only
 def test_what_is_supported_is_right_and_the_rest_is_refused(
     suite: list[tuple[str, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -119,7 +119,9 @@ async def test_a_deterministic_target_in_bfloat16_says_the_same_in_every_mode(
     texts = set()
     for mode in (Mode.OFF, Mode.LOCKSTEP, Mode.OPPORTUNISTIC):
         speculation = SpeculationParameters(mode, num_assistant_tokens=7)
-        request = Request("The quick brown fox", sampling=parameters, seed=4, max_tokens=40, speculation=speculation)
+        request = Request(
+            "The quick brown fox", sampling=parameters, seed=4, max_tokens=90 if DEEP else 40, speculation=speculation
+        )
         with (
             closing(TargetSession(target.model, target.scheduler, target.sampler(parameters, 4))) as verifier,
             closing(DraftSession(draft.model, draft.scheduler, draft.sampler(parameters, 4))) as drafter,

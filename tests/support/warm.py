@@ -1,8 +1,9 @@
 """Starts service processes quickly: forks them from one process per test run that has already imported torch.
 
 They are processes of their own, with their own pipes and environment, and differ from `python -m services.cli ...` in
-nothing but the time that imports take, threads that are bound to cores, and freeing all objects at the end. Tests of
-the start itself use `subprocess` or `cold_start`.
+nothing but the time that imports take, threads that are bound to cores, and freeing all objects at the end. Where they
+would import other modules than those that are loaded, they start anew. Tests of the start itself use `subprocess` or
+`cold_start`.
 """
 
 import atexit
@@ -44,6 +45,8 @@ _IMPORTED = (
     "typer",
 )
 cold_start = processes._start
+# What a test adds to it is not meant for the processes of others.
+_environment = dict(os.environ)
 
 
 class WarmProcess:
@@ -88,7 +91,9 @@ class _Server:
         self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         os.set_inheritable(other.fileno(), True)
         command = [sys.executable, "-m", __name__, str(other.fileno())]
-        self._process = subprocess.Popen(command, close_fds=False, stdin=subprocess.DEVNULL, start_new_session=True)
+        self._process = subprocess.Popen(
+            command, close_fds=False, stdin=subprocess.DEVNULL, start_new_session=True, env=_environment
+        )
         other.close()
         self._lock, self._ended = threading.Lock(), dict[int, _Ended]()
         self._started, self._pid = threading.Semaphore(0), 0
@@ -227,12 +232,14 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
     os.environ.update(request["environment"])
     os.sched_setaffinity(0, request["cores"])
     os.chdir(request["directory"])
-    if paths[0] != paths[1]:
-        added = [path for path in (paths[1] or "").split(os.pathsep) if path not in sys.path]
-        if {module.name for module in pkgutil.iter_modules(added)} & set(sys.modules):  # it would be another one
+    old, new = ([path for path in (value or "").split(os.pathsep) if path] for value in paths)
+    if old != new:
+        added = [path for path in new if path not in old]
+        names = {module.name for module in pkgutil.iter_modules(added)} if added else set()
+        if not set(old) <= set(new) or names & {*sys.modules, "sitecustomize", "usercustomize"}:
             os.execv(sys.executable, [sys.executable, "-m", request["module"], *request["arguments"]])
-        sys.path[1:1] = added
-        registry.engines.cache_clear()  # they may bring engines
+        sys.path[1:1] = [path for path in added if path not in sys.path]
+        registry.engines.cache_clear()  # what was added may bring engines
     sys.argv = [request["module"], *request["arguments"]]
     status = 0
     try:
