@@ -109,7 +109,7 @@ class Setup:
 
 @pytest.fixture(scope="module")
 def setups() -> Iterator[dict[str, Setup]]:
-    """All pairs behind one bridge. With both of them, each model is a target and a draft."""
+    """All pairs with one bridge. With both of them, each model is a target and a draft."""
     # Half of the cores each: threads that wait for one another by spinning do not share a core well.
     options = ("--dtype", "float32", "--threads", str(max(1, (os.cpu_count() or 1) // 2)))
     directories = {name: resolve(name) for name in MODELS}
