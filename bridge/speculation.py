@@ -37,8 +37,7 @@ class Speculation:
     @property
     def stale(self) -> bool:
         """Returns whether the draft's present work has become useless."""
-        state = self.sources.state
-        return state is not None and state.stale
+        return self.sources.stale
 
     def observe(self, outcome: Outcome) -> None:
         """Reports a pass, and so which of the present offers' candidates were right."""

@@ -19,24 +19,26 @@ class Chances:
     """
 
     def __init__(self, edges: Sequence[float], priors: Sequence[float]) -> None:
-        self._edges, self._priors = edges, priors
+        self.edges, self._priors = edges, priors
         self._counts = [[0.0, 0.0] for _ in priors]
 
     def of(self, evidence: float) -> float:
         """Returns the chance of a candidate with this evidence."""
-        group = bisect_right(self._edges, evidence)
+        return self.of_group(bisect_right(self.edges, evidence))
+
+    def of_group(self, group: int) -> float:
+        """Returns the chance of a candidate whose evidence is in this group."""
         right, tried = self._counts[group]
         return (right + self._priors[group] * _PRIOR_COUNT) / (tried + _PRIOR_COUNT)
 
     def of_all(self, evidence: Iterable[float]) -> list[float]:
         """Returns the chance for each item of `evidence`, in less time than `of` for one after the other."""
-        groups = zip(self._counts, self._priors, strict=True)
-        chances = [(right + prior * _PRIOR_COUNT) / (tried + _PRIOR_COUNT) for (right, tried), prior in groups]
-        return [chances[bisect_right(self._edges, one)] for one in evidence]
+        chances = [self.of_group(group) for group in range(len(self._priors))]
+        return [chances[bisect_right(self.edges, one)] for one in evidence]
 
     def observe(self, evidence: float, right: float) -> None:
         """Records a candidate whose predecessors were all right: `right` is 1 or 0, or a chance between them."""
-        counts = self._counts[bisect_right(self._edges, evidence)]
+        counts = self._counts[bisect_right(self.edges, evidence)]
         counts[0] += right
         counts[1] += 1
         if counts[1] > _MAX_COUNT:
@@ -55,14 +57,19 @@ class RequestChances:
         self.shared, self._imagined_right = shared, imagined_right
         self._right = self._expected = self._tried = 0.0
         self._odds_factor = 1.0
+        # By group of evidence, what was asked for since the last pass: planning asks for the same chances many times.
+        self._known = dict[int, float]()
 
     def of(self, evidence: float) -> float:
-        """Returns the chance of a candidate with this evidence."""
-        return self._own(self.shared.of(evidence))
+        """Returns the chance of a candidate with this evidence, as it was at this request's last pass."""
+        group = bisect_right(self.shared.edges, evidence)
+        if (found := self._known.get(group)) is None:
+            found = self._known[group] = self._own(self.shared.of_group(group))
+        return found
 
     def of_all(self, evidence: Iterable[float]) -> list[float]:
         """Returns the chance for each item of `evidence`."""
-        return list(map(self._own, self.shared.of_all(evidence)))
+        return list(map(self.of, evidence))
 
     def _own(self, shared: float) -> float:
         shared = _within(shared)
@@ -76,6 +83,7 @@ class RequestChances:
 
         Candidates after a wrong one do not belong to it; see `Chances.observe`. Reduces the weight of earlier passes.
         """
+        self._known.clear()
         self._imagined_right *= _IMAGINED_FADE
         self._right, self._expected, self._tried = _FADE * self._right, _FADE * self._expected, _FADE * self._tried
         for evidence, right in candidates:

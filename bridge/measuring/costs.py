@@ -66,7 +66,8 @@ class WidthCost:
 
     def _tabulate(self) -> None:
         # Precomputes the ratios for 1 to `MAX_WIDTH` tokens: every plan needs all of them, and they seldom change.
-        self.table = [self.of(width) for width in range(1, MAX_WIDTH + 1)]
+        ratios = self.ratios
+        self.table = [ratios[right - 1] + share * (ratios[right] - ratios[right - 1]) for right, share in _BRACKETS]
 
     @classmethod
     def measured(cls, forward_costs: Sequence[tuple[int, int]]) -> "WidthCost":
@@ -136,6 +137,10 @@ def _bracket(places: Sequence[int], place: float) -> tuple[int, float]:
     """Returns the index of the upper of the two nearest places, and the position of `place` between them (0 to 1)."""
     right = min(max(bisect_left(places, place), 1), len(places) - 1)
     return right, (place - places[right - 1]) / (places[right] - places[right - 1])
+
+
+# For each width of the table.
+_BRACKETS = tuple(_bracket(_KNOTS, width) for width in range(1, MAX_WIDTH + 1))
 
 
 def _interpolated(places: Sequence[int], values: Sequence[float], place: float) -> float:

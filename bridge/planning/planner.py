@@ -7,7 +7,7 @@ from itertools import accumulate
 from math import inf, log
 from operator import mul
 
-from bridge.measuring.costs import MAX_WIDTH
+from bridge.measuring.costs import MAX_WIDTH, PRIOR_SLOWDOWN
 from bridge.planning.estimates import RequestEstimates
 from bridge.planning.prediction import (
     DraftCosts,
@@ -206,8 +206,10 @@ class Planner:
             turns = self._in_turns(draft, costs, room)
             if turns.prediction.waited_ns <= self.max_wait_ns:
                 drafts.append(turns)
-            # The slowdown by a draft that runs ahead can be measured only if the time of a pass without it is known.
-            if estimates.forward.known:
+            # The slowdown by a draft that runs ahead can be measured only if the time of a pass without it is known. On
+            # shared cores it gains nothing, and to predict that takes time which the target may need.
+            slow = self._slowdown >= PRIOR_SLOWDOWN and self.max_wait_ns == inf
+            if estimates.forward.known and not slow:
                 drafts.append(self._ahead(draft, costs))
             if drafts and self._is_due(draft, costs):
                 return replace(drafts[0], is_trial=True, trial_width=drafts[0].pace.lead)
@@ -291,22 +293,23 @@ class Planner:
     def _branched(self, offer: Offer, width: int, plan: Plan) -> Offer:
         """Returns an offer with those of its branches that are worth verifying with its first `width` candidates."""
         estimates, kept = self.estimates, list[Branch]()
-        if offer.branches and estimates.draft:
-            costs = self._target_costs()
-            chances = estimates.chances_of(offer, width)
-            before = list(accumulate(chances, mul, initial=1.0))
-            tokens, ns = 1.0 + sum(before[1:]), costs.of(width + 1) + plan.prediction.waited_ns * plan.pace.turns
-            ranked = [
-                (before[one.index] * estimates.draft.branches.of(one.evidence), one)
-                for one in offer.branches
-                if one.index < width
-            ]
-            for chance, one in sorted(ranked, key=lambda pair: pair[0], reverse=True):
-                more_ns = costs.of(width + len(kept) + 2) - costs.of(width + len(kept) + 1)
-                if chance * ns <= tokens * more_ns:
-                    break
-                kept.append(one)
-                tokens, ns = tokens + chance, ns + more_ns
+        if not (offer.branches and estimates.draft):
+            return offer
+        costs = self._target_costs()
+        chances = estimates.chances_of(offer, width)
+        before = list(accumulate(chances, mul, initial=1.0))
+        tokens, ns = 1.0 + sum(before[1:]), costs.of(width + 1) + plan.prediction.waited_ns * plan.pace.turns
+        ranked = [
+            (before[one.index] * estimates.draft.branches.of(one.evidence), one)
+            for one in offer.branches
+            if one.index < width
+        ]
+        for chance, one in sorted(ranked, key=lambda pair: pair[0], reverse=True):
+            more_ns = costs.of(width + len(kept) + 2) - costs.of(width + len(kept) + 1)
+            if chance * ns <= tokens * more_ns:
+                break
+            kept.append(one)
+            tokens, ns = tokens + chance, ns + more_ns
         return replace(offer, branches=tuple(kept))
 
     def _patience_ns(self, costs: TargetCosts) -> float:

@@ -166,7 +166,9 @@ class DraftSource(CandidateSource):
         # The tokens that it must read before its first proposal.
         self._first_lag = max(len(ids) - self.times.cached_token_count(ids), 1)
         self._epoch: DraftEpoch | None = None
-        self._overdue = self._encoding = False
+        # Whether the target has waited for it in vain.
+        self.overdue = False
+        self._encoding = False
         self._vain_pass_count = 0
         # The time of the last sync or the last proposal, from which the time of the next proposal counts.
         self._asked_ns = 0
@@ -180,6 +182,11 @@ class DraftSource(CandidateSource):
         self._error: Exception | None = None
 
     @property
+    def stale(self) -> bool:
+        """Returns whether its present work has become useless."""
+        return self._epoch is not None and self._epoch.stale
+
+    @property
     def state(self) -> DraftState:
         """Returns how far its proposals are."""
         epoch = self._epoch
@@ -188,9 +195,8 @@ class DraftSource(CandidateSource):
         return DraftState(
             lag_token_count=max(round(len(epoch.unread) / self._token_bytes), 1),
             token_bytes=self._token_bytes,
-            awaited=not (epoch.turn_over or self._overdue or epoch.parted),
-            overdue=self._overdue,
-            stale=epoch.stale,
+            awaited=not (epoch.turn_over or self.overdue or epoch.parted),
+            overdue=self.overdue,
             runs_ahead=not (epoch.turns or epoch.turn_over),
         )
 
@@ -227,7 +233,7 @@ class DraftSource(CandidateSource):
                 self.times.observe_verified_turn(count, right_count, ended_early=ended)
             self._vain_pass_count += outcome.timed_out
             if outcome.timed_out and not self._epoch.turn_over:
-                self._overdue |= self._epoch.turns or self._vain_pass_count >= _VAIN_PASSES
+                self.overdue |= self._epoch.turns or self._vain_pass_count >= _VAIN_PASSES
         if self._silent_since_ns is not None and not self._error:
             silent_ns, reads = self._clock() - self._silent_since_ns, not self.proposed_token_count
             reading_ns = _READING_FACTOR * self.times.reading_ns(self._first_lag) if reads else 0.0
@@ -238,7 +244,7 @@ class DraftSource(CandidateSource):
     async def advance(self, pace: DraftPace) -> None:
         """Lets the draft work on what follows the tape."""
         epoch = self._epoch
-        if pace.lead == 0 or self._overdue or self._encoding:
+        if pace.lead == 0 or self.overdue or self._encoding:
             return
         if epoch and epoch.turns == pace.turns and not epoch.stale:
             if pace.turns and not epoch.turn_over:
@@ -334,7 +340,7 @@ class DraftSource(CandidateSource):
             if epoch.may_end_early:
                 self.times.observe_turn(len(epoch.token_ids), ended_early=epoch.ended_early)
         if epoch.turn_over or not epoch.turns:
-            self._overdue = False
+            self.overdue = False
             self._notify()
 
     def _check(self, proposal: Proposal) -> None:

@@ -125,15 +125,13 @@ class DraftState:
 
     `lag_token_count`: committed tokens, in its own vocabulary, that it must read before it can propose, without those
     that it has probably cached. `token_bytes`: average bytes of its tokens. `awaited`: a proposal is due. `overdue`:
-    the target has waited for it in vain. `stale`: its present work has become useless. `runs_ahead`: it works while the
-    target does.
+    the target has waited for it in vain. `runs_ahead`: it works while the target does.
     """
 
     lag_token_count: int = 1
     token_bytes: float = 4.0
     awaited: bool = False
     overdue: bool = False
-    stale: bool = False
     runs_ahead: bool = False
 
 
@@ -204,7 +202,8 @@ class CandidateSource(ABC):
     def propose(self, after: bytes = b"", limit: int = MAX_OFFERED_BYTES) -> Continuation | None:
         """Returns its best continuation of the tape's bytes followed by `after`, or None.
 
-        Only about the first `limit` bytes will be used.
+        Only about the first `limit` bytes will be used. Between two passes, a source that proposes at once is not asked
+        again for the same.
         """
 
     def observe(self, outcome: Outcome) -> None:  # noqa: B027

@@ -63,6 +63,8 @@ class SourceSet:
         self._notify: Callable[[], None] | None = None
         # The first problem, or a bug, and what came of it; "" if that depends on the draft.
         self._problem = self._ending = ""
+        # What other sources than the draft offer until the next pass, by the limit of bytes.
+        self._known = dict[tuple[CandidateSource, int], Offer]()
 
     @property
     def note(self) -> str:
@@ -80,6 +82,11 @@ class SourceSet:
         """Returns how far the draft is; None without one."""
         return self.draft.state if self.draft else None
 
+    @property
+    def stale(self) -> bool:
+        """Returns whether the draft's present work has become useless."""
+        return self.draft is not None and self.draft.stale
+
     def start(self, notify: Callable[[], None]) -> None:
         """Starts the draft, and later ones; `notify` is called when one has news."""
         self._notify = notify
@@ -87,17 +94,27 @@ class SourceSet:
             self.draft.start(notify)
 
     def offers(self, limit_bytes: int = MAX_OFFERED_BYTES) -> list[Offer]:
-        """Returns one offer for each source that proposes, continued by the other sources that can continue it."""
+        """Returns one offer for each source that proposes, continued by the other sources that can continue it.
+
+        Between two passes, only a draft has something new to propose.
+        """
         offers = []
         for source in tuple(self._sources):
-            with self._dropping(source):
-                if parts := self._parts(source, limit_bytes):
-                    model, branches = self._model, self._model.branches and not self._grammar
-                    offers.append(offer_of(model.vocabulary, parts, self._end_id, limit_bytes, branches=branches))
+            offer = self._known.get((source, limit_bytes))
+            if offer is None:
+                offer = Offer()
+                with self._dropping(source):
+                    if parts := self._parts(source, limit_bytes):
+                        model, branches = self._model, self._model.branches and not self._grammar
+                        offer = offer_of(model.vocabulary, parts, self._end_id, limit_bytes, branches=branches)
+                if source is not self.draft:
+                    self._known[source, limit_bytes] = offer
+            offers.append(offer)
         return [offer for offer in offers if offer.token_ids]
 
     def observe(self, outcome: Outcome) -> None:
         """Passes on to all sources what the target committed."""
+        self._known.clear()
         if self._grammar:
             self._grammar.commit(b"".join(outcome.data))
         for source in tuple(self._sources):
@@ -126,6 +143,7 @@ class SourceSet:
 
     def _remove(self, source: CandidateSource) -> None:
         self._sources.remove(source)
+        self._known.clear()
         if source is self.draft:
             self.draft.close()
             self.draft = None
@@ -165,7 +183,7 @@ class SourceSet:
             self._unused_pass_count = 0
         elif not outcome.tried.sources:  # a pass that another source served does not count against the draft
             self._unused_pass_count += 1
-        if draft.state.overdue:
+        if draft.overdue:
             self._seek(Unreachable("the draft", "it did not answer in time"))
         elif self._unused_pass_count >= _UNUSED_PASSES:
             self._seek(None)

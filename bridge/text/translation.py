@@ -78,6 +78,8 @@ def candidates(vocabulary: Vocabulary, data: bytes) -> list[int]:
 
     It stops before an incomplete character at the end, and before bytes that the tokenizer would change.
     """
+    if (exact := vocabulary.ids_of(data)) is not None:
+        return exact
     ids = list(vocabulary.pieces(data).ids)
     position = 0
     for count, id_ in enumerate(ids):

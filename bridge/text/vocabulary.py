@@ -189,6 +189,14 @@ class Vocabulary(TokenTable):
             tokens.add(self.single_bytes(invalid, Boundary.SEAM))
         return tokens
 
+    def ids_of(self, data: bytes) -> list[int] | None:
+        """Returns the ids of `pieces(data)` if they spell exactly these bytes, in less time; otherwise None."""
+        try:
+            ids = self._encode(data.decode(), False, plain=True).ids
+        except UnicodeDecodeError:
+            return None
+        return ids if self.control.isdisjoint(ids) and self.spell(ids) == data else None
+
     def single_bytes(self, data: bytes | bytearray, boundary: Boundary = Boundary.CLOSED) -> Tokens:
         """Returns a token for each byte that has a single-byte token, and skips the other bytes."""
         found = [(self.byte_ids[byte], end) for end, byte in enumerate(data, start=1) if byte in self.byte_ids]

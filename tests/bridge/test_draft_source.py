@@ -30,13 +30,13 @@ async def test_a_draft_is_left_alone_while_it_is_right_and_sent_back_where_it_is
     assert ahead is not None and ahead.data == b" jumps"
     commit(tape, source, " sleeps")
     assert source.propose() is None
-    assert source.state.stale
+    assert source.stale
     await source.advance(DraftPace(8))
     second = drafter.syncs[1]
     assert second.epoch == 2
     held = [*drafter.syncs[0].token_ids, *ids_of(" fox jumps")][: second.keep_token_count]
     assert WORDS.spell([*held, *second.token_ids]).endswith(b" fox sleeps")
-    assert not source.state.stale
+    assert not source.stale
 
 
 async def test_a_draft_that_lags_gets_its_lead_from_where_the_target_is() -> None:
@@ -181,7 +181,7 @@ async def test_a_turn_is_waited_for_until_it_is_late() -> None:
     assert len(drafter.syncs) == 1, "it receives no other sync before it has answered"
     await propose(source, drafter, " fox", done=True)
     assert not source.state.overdue
-    assert source.state.stale
+    assert source.stale
     await source.advance(DraftPace(3, turns=True))
     assert len(drafter.syncs) == 2
 

@@ -340,8 +340,8 @@ def test_asking_changes_nothing(passes: int) -> None:
     if passes:
         simulated.run(passes)
     offer = Offer((1,) * 24, ("suffix",) * 24, (20.0,) * 24)
-    before = pickle.dumps(simulated.planner)
     first = [simulated.planner.plan([offer], DraftState(lag_token_count=lag)) for lag in (1, 9)]
+    before = pickle.dumps(simulated.planner)  # with the chances that it keeps until the next pass
     for _ in range(50):
         simulated.planner.choose([offer], first[0])
         simulated.planner.summary(DraftState())
