@@ -16,7 +16,9 @@ from bridge.text.models import Model
 from bridge.text.vocabulary import Rendering
 from bridge.threads import threads_for
 
-MAX_STOP_STRINGS = 64
+# The most stop strings, and characters in all of them: after each pass, the end of the text is compared with each of
+# their beginnings.
+MAX_STOP_STRINGS, MAX_STOP_LENGTH = 64, 4096
 # The most characters of the tenant that a client names, and of what a server puts before it: the name of the client's
 # key and a slash. Both the bridge and an HTTP door in a process of its own do so.
 MAX_TENANT_LENGTH, KEY_PREFIX_LENGTH = 256, 65
@@ -74,7 +76,7 @@ def check(request: Request, has_all: Callable[[Sequence[int]], bool] | None = No
     except UnicodeEncodeError:
         raise InvalidField("the prompt", "Unicode text", "a lone surrogate") from None
     most, least, stop, tenant = request.max_tokens, request.sampling.min_tokens, request.stop, request.tenant
-    given, named = request.speculation, request.speculation.sources
+    given, named, length = request.speculation, request.speculation.sources, sum(map(len, stop))
     count, temperature = given.num_assistant_tokens, given.draft_temperature
     threshold, unknown = given.assistant_confidence_threshold, sorted(set(named) - set(SOURCES))
     used = not named or given.mode is Mode.OFF or any(map(given.allows, named))
@@ -82,6 +84,7 @@ def check(request: Request, has_all: Callable[[Sequence[int]], bool] | None = No
         (most is None or most >= 1, "max_tokens", "at least 1", most),
         (most is None or least <= most, "sampling.min_tokens", f"at most max_tokens, {most}", least),
         (len(stop) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings", f"{len(stop)} strings"),
+        (length <= MAX_STOP_LENGTH, "stop", f"at most {MAX_STOP_LENGTH:,} characters in all strings together", length),
         ("" not in stop, "stop", "made of non-empty strings", "an empty one"),
         ((request.logprobs or 0) <= 100, "logprobs", "at most 100", request.logprobs),
         (count is None or 1 <= count <= 64, "speculation.num_assistant_tokens", "between 1 and 64", count),

@@ -65,6 +65,7 @@ class TextStream:
 
     def _stop_prefix_length(self) -> int:
         """Returns the length of the longest end of the held text with which a stop string begins."""
-        longest = min(max(map(len, self._stop), default=1) - 1, len(self._held))
-        lengths = range(longest, 0, -1)
-        return next((n for n in lengths if any(stop.startswith(self._held[-n:]) for stop in self._stop)), 0)
+        held = self._held
+        lengths = ((stop, range(min(len(stop) - 1, len(held)), 0, -1)) for stop in self._stop)
+        found = (next((n for n in some if held.endswith(stop[:n])), 0) for stop, some in lengths)
+        return max(found, default=0)

@@ -73,6 +73,9 @@ async def resolve(host: str) -> list[str]:
 
 
 def _addresses(host: str) -> list[str]:
-    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    try:  # addresses of a kind that this machine has, too
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG)
+    except socket.gaierror:  # a machine without a network has neither kind
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     by_family = {family: {str(address[0]) for one, *_, address in found if one is family} for family, *_ in found}
     return sorted(by_family.get(socket.AF_INET) or by_family.get(socket.AF_INET6) or ())

@@ -1,7 +1,7 @@
 """Pairs targets with drafts: which pairs are possible, which draft a request gets, and which one replaces it."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 
 import grpc
@@ -320,11 +320,13 @@ class Pairing:
         if any((one, one) not in self._overlaps for one in known):
             self._overlaps = await asyncio.to_thread(_overlaps_of, list(known.values()))
 
-    def states(self, workload: str) -> list[PairState]:
-        """Returns all pairs of known models, in the order of the configuration; see `compare_vocabularies`."""
+    def states(self, workload: str) -> Iterator[PairState]:
+        """Yields all pairs of known models, in the order of the configuration; see `compare_vocabularies`.
+
+        Thousands of them take a second, so a caller should let other tasks run in between.
+        """
         drafts, problems = self._known(model_pb2.ROLE_DRAFT)
         targets, away = self._known(model_pb2.ROLE_TARGET)
-        found = []
         for target_name, target in targets.items():
             key, plain = key_of(target), self.plain_bytes_per_second(target)
             candidates = {name: self.candidate(target, one) for name, one in drafts.items()}
@@ -338,19 +340,16 @@ class Pairing:
             for name, draft in drafts.items():
                 gain = expected[name].gain
                 record = self.chooser.record(key, candidates[name].key, workload)
-                found.append(
-                    PairState(
-                        target,
-                        draft,
-                        refusals[name],
-                        name == best,
-                        expected[name],
-                        gain * plain,
-                        record,
-                        self._overlaps.get(_vocabularies(target, draft), 0.0),
-                    )
+                yield PairState(
+                    target,
+                    draft,
+                    refusals[name],
+                    name == best,
+                    expected[name],
+                    gain * plain,
+                    record,
+                    self._overlaps.get(_vocabularies(target, draft), 0.0),
                 )
-        return found
 
     def _known(self, role: model_pb2.Role.ValueType) -> tuple[dict[str, Endpoint], dict[str, str]]:
         """Returns the known model of each name, a usable one if there is one, and what is wrong with it, or ""."""

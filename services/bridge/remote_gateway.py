@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
+from typing import Any
 
 import grpc
 from cachetools import LRUCache
@@ -141,7 +142,7 @@ class RemoteGateway:
         call = self._stub.Generate(message, metadata=outgoing_metadata())
         target = ""
         try:
-            async for response in call:
+            while (response := await _read(call)) is not aio.EOF:
                 match response.WhichOneof("event"):
                     case "started":
                         started, target = response.started, response.started.target
@@ -198,6 +199,17 @@ class RemoteGateway:
         if isinstance(found, RemoteError) and found.reason == ModelNotFound.reason:
             return ModelNotFound(str(found), **found.metadata)
         return found
+
+
+async def _read(call: "aio.UnaryStreamCall[Any, bridge_pb2.GenerateResponse]") -> Any:
+    """Returns the next answer of a call, or `aio.EOF`.
+
+    Only the end of the call ends the reading: gRPC never frees the memory of a read that is cancelled (grpc/grpc issue
+    43360).
+    """
+    reading = asyncio.ensure_future(call.read())
+    reading.add_done_callback(lambda task: task.cancelled() or task.exception())  # of no interest to who has left
+    return await asyncio.shield(reading)
 
 
 def _too_large(error: aio.AioRpcError, field: str) -> InvalidField | None:

@@ -1,5 +1,6 @@
 """BridgeService: converts between protobuf messages and the gateway's requests and events."""
 
+import asyncio
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -115,7 +116,11 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
         """See the contract."""
         pairing = self._gateway.pairing
         await pairing.compare_vocabularies()
-        return bridge_pb2.ListPairsResponse(pairs=map(write_pair, pairing.states(request.workload)))
+        answer = bridge_pb2.ListPairsResponse()
+        for one in pairing.states(request.workload):
+            answer.pairs.append(write_pair(one))
+            await asyncio.sleep(0)
+        return answer
 
     async def Translate(  # noqa: N802
         self, request: bridge_pb2.TranslateRequest, context: "aio.ServicerContext[Any, Any]"

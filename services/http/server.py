@@ -100,8 +100,10 @@ async def serving(
     names = _hosts(bare, where.hosts)
     try:
         family = socket.AF_INET6 if ":" in bare else socket.AF_INET
-        shared = where.shares_port
-        listener = socket.create_server((bare, port), family=family, backlog=_BACKLOG, reuse_port=shared)
+        both = bare == "::" and socket.has_dualstack_ipv6()  # IPv4, too, as gRPC does
+        listener = socket.create_server(
+            (bare, port), family=family, backlog=_BACKLOG, reuse_port=where.shares_port, dualstack_ipv6=both
+        )
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
     except OSError as error:
         raise PortTaken(where.address) from error

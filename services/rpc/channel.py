@@ -1,5 +1,7 @@
 """Channels from a bridge to model services."""
 
+import os
+
 import grpc
 from grpc import aio
 
@@ -24,9 +26,19 @@ def open_channel(
     given = options(_MAX_MESSAGE_BYTES, keepalive_seconds)
     if name:
         given.append(("grpc.default_authority", name))
+        if _bypasses_proxy(name):  # gRPC compares only the address, which is not the one that a user lists
+            given.append(("grpc.enable_http_proxy", 0))
         if credentials and credentials.encrypted:
             given.append(("grpc.ssl_target_name_override", name.rpartition(":")[0]))
     return open_aio_channel(address, credentials, given, grpc.Compression.NoCompression)
+
+
+def _bypasses_proxy(name: str) -> bool:
+    """Returns whether the environment exempts HOST:PORT from its proxy, by the rule that gRPC has for names."""
+    # gRPC reads these names only in lower case.
+    listed = os.environ.get("no_grpc_proxy") or os.environ.get("no_proxy") or ""  # noqa: SIM112
+    host = name.rpartition(":")[0].lower()
+    return any(host.endswith(ending) for one in listed.split(",") if (ending := one.strip().lower()))
 
 
 def options(max_message_bytes: int, keepalive_seconds: float = 20.0) -> list[tuple[str, int | str]]:

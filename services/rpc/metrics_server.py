@@ -5,6 +5,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from socketserver import TCPServer
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
@@ -82,6 +83,12 @@ class _Server(ThreadingWSGIServer):
         self._silent: dict[socket.socket, None] = {}
         self._lock = threading.Lock()
         super().__init__(*given)
+
+    def server_bind(self) -> None:
+        """Binds without the base class's look-up of this machine's name, which waits for a name server that is down."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        self.setup_environ()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Starts the thread of a connection, or closes the connection if there are too many."""

@@ -8,7 +8,7 @@ import pytest
 
 from bridge.errors import EmptyPrompt, InvalidField, MaxTokensTooLarge, PromptTooLong, TokenOutOfRange
 from bridge.planning.planner import Mode, SpeculationParameters
-from bridge.request import MAX_STOP_STRINGS, MAX_TENANT_LENGTH, Request, check, token_room
+from bridge.request import MAX_STOP_LENGTH, MAX_STOP_STRINGS, MAX_TENANT_LENGTH, Request, check, token_room
 from bridge.sampling.sampler import SamplingParameters
 from bridge.text.chat import Chat, Message
 from bridge.text.models import SpecialIds
@@ -33,6 +33,12 @@ def test_prompt_and_text_fill_the_context_exactly() -> None:
 def test_the_range_of_ids_is_that_of_the_model() -> None:
     with pytest.raises(TokenOutOfRange, match="use ids from 0 to 99"):
         token_room(Request("a"), replace(MODEL, vocabulary_size=100), [150])
+
+
+def test_stop_strings_are_short() -> None:
+    check(Request("a", stop=("x" * (MAX_STOP_LENGTH - 1), "y")))
+    with pytest.raises(InvalidField, match=r"^stop must be at most 4,096 characters in all strings together, got 4097"):
+        check(Request("a", stop=("x" * MAX_STOP_LENGTH, "y")))
 
 
 # For each field, the largest request that is allowed and one that is not.

@@ -1,8 +1,11 @@
 """Tests stop strings and half characters, wherever the text is cut."""
 
+import time
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bridge.request import MAX_STOP_LENGTH
 from bridge.text.stream import Span, TextStream
 
 ALPHABET = st.sampled_from(["a", "b", "ab", "é", "東", "🎉"])
@@ -41,6 +44,19 @@ def test_text_that_might_be_a_stop_is_held_only_as_long_as_it_might() -> None:
     assert stream.push(b"b") == "##b"
     assert stream.push(b"c###d") == "c"
     assert stream.stopped
+
+
+def test_long_stop_strings_that_nearly_match_take_no_time() -> None:
+    """Nothing else runs meanwhile."""
+    for stop in (
+        ["a" * (MAX_STOP_LENGTH - 1) + "b"],
+        ["a" * (MAX_STOP_LENGTH // 64 - 1) + chr(256 + n) for n in range(64)],
+    ):
+        stream, run = TextStream(stop), b"a" * (len(stop[0]) - 1)
+        assert stream.push(run) == ""
+        started = time.thread_time()
+        assert stream.push(b"z") == run.decode() + "z"
+        assert time.thread_time() - started < 0.05, "it takes 2 ms; with longer strings it took seconds"
 
 
 def test_characters_are_never_sent_in_halves() -> None:

@@ -47,6 +47,15 @@ async def answered(reader: asyncio.StreamReader) -> tuple[int, Any]:
     return int(head.split()[1]), json.loads(await reader.readexactly(length))
 
 
+async def test_all_addresses_are_those_of_both_kinds(tiny_fleet: Fleet) -> None:
+    async with door(tiny_fleet, http="[::]:0", insecure=True) as (url, _):
+        for host in ("127.0.0.1", "::1"):
+            reader, writer = await asyncio.open_connection(host, urlsplit(url).port)
+            writer.write(request(SHORT))
+            assert (await answered(reader))[0] == 200
+            writer.close()
+
+
 @pytest.mark.parametrize("cut", [0, 30, -30, None], ids=["whole", "in the head", "in the body", "byte by byte"])
 async def test_an_offer_of_http_2_is_ignored(tiny_fleet: Fleet, cut: int | None) -> None:
     offer = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAAA\r\n"

@@ -106,6 +106,12 @@ def test_connections_that_got_no_thread_take_up_no_room(monkeypatch: pytest.Monk
         assert scrape(url).status_code == 200
 
 
+def test_a_start_does_not_wait_for_a_name_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "getfqdn", lambda name="": pytest.fail("it looks up this machine's name"))
+    with serving_metrics(ServerConfig(metrics="0.0.0.0:0", insecure=True), ServerMetrics().registry) as url:
+        assert scrape(url.replace("0.0.0.0", "127.0.0.1")).status_code == 200
+
+
 @pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0"])
 def test_other_machines_may_not_unless_it_is_secured(listen: str, caplog: pytest.LogCaptureFixture) -> None:
     registry = ServerMetrics().registry

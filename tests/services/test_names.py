@@ -24,6 +24,7 @@ from services.bridge.names import host_name, resolve, with_ip
 from services.bridge.zoo import Zoo
 from services.cli.processes import serve
 from services.errors import DraftAway
+from services.rpc import channel
 from services.rpc.channel import open_channel
 from tests.support.certificates import authority, issue
 from tests.support.secure import suffix_server
@@ -67,18 +68,45 @@ async def test_the_system_resolves(monkeypatch: pytest.MonkeyPatch) -> None:
         (four, stream, 6, "", ("10.0.0.7", 0)),
     ]
 
-    def answer(host: str, port: None, type: int) -> list[object]:
+    def answer(host: str, port: None, type: int, flags: int = 0) -> list[object]:
         assert type == stream
+        if flags and host == "lonely":
+            raise socket.gaierror(socket.EAI_NONAME, "no address of a kind that this machine has")
         return [one for one in records if host != "six" or one[0] is six]
 
     monkeypatch.setattr(socket, "getaddrinfo", answer)
     assert await resolve("both") == ["10.0.0.7", "10.0.0.9"], "a machine with two families is one replica"
     assert await resolve("six") == ["fd00::7"]
+    assert await resolve("lonely") == ["10.0.0.7", "10.0.0.9"]
     monkeypatch.undo()
     with pytest.raises(OSError):
         await resolve("no.such.host.invalid")
     with pytest.raises(OSError):
         await resolve("a" * 70)
+
+
+@pytest.mark.parametrize(
+    ("exempt", "direct"),
+    [
+        ("gpu-1.example", True),
+        (".example", True),
+        ("other, .Example ", True),
+        ("other", False),
+        ("10.0.0.7", False),
+        ("", False),
+    ],
+)
+def test_a_name_that_no_proxy_lists_is_connected_directly(
+    exempt: str, direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC itself compares the address that the bridge has looked up."""
+    opened = []
+    monkeypatch.setattr(channel, "open_aio_channel", lambda address, credentials, given, _: opened.append(dict(given)))
+    monkeypatch.setenv("no_proxy", exempt)
+    monkeypatch.delenv("no_grpc_proxy", raising=False)
+    channel.open_channel("10.0.0.7:50051", None, "gpu-1.example:50051")
+    channel.open_channel("gpu-1.example:50051")
+    assert [one.get("grpc.enable_http_proxy") for one in opened] == [0 if direct else None, None]
 
 
 class Records:

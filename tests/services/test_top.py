@@ -70,7 +70,7 @@ def test_figures_since_the_start() -> None:
     assert "far:2 target ready" in text and "far:3 draft it is [red]away" in text
     many = status(100, 50, 20, 10.0, running=20)
     many.active_count = 101
-    assert "sessions, 1 of 101" in shown(many) and "sessions," not in text
+    assert "requests, 1 of 101" in shown(many) and "requests," not in text
 
 
 def test_nothing_is_cut_on_a_narrow_terminal() -> None:

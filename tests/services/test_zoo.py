@@ -78,7 +78,7 @@ async def test_a_model_that_restarts_with_another_revision_or_tokenizer_is_read_
 
         await first.aclose()
         await asyncio.to_thread(eventually, lambda: one.state is State.AWAY)
-        assert gateway.pairing.states("")[0].refusal
+        assert next(gateway.pairing.states("")).refusal
         text, event = await text_of(gateway, "", Wish())
         assert text == expected and draft in event.statistics.note
         with pytest.raises(DraftAway):

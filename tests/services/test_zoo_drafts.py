@@ -210,7 +210,7 @@ async def test_the_choice_is_learned_and_told() -> None:
         assert set(used) == {"draft-gemma", "draft-llama-3"}, "both were tried"
         # On a busy machine, the planner may have had no use for either.
         await text_of(gateway, "", Wish(workload="tales"), Mode.LOCKSTEP, 40)
-        pairs = gateway.pairing.states("tales")
+        pairs = list(gateway.pairing.states("tales"))
         assert all(pair.record.request_count > 0 for pair in pairs)
         assert not any(pair.record.request_count for pair in gateway.pairing.states("code"))
         assert any(pair.record.candidate_count > 0 for pair in pairs)

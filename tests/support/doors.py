@@ -71,7 +71,7 @@ async def door(
         with trusted():  # the fleet's own bridge has tested them
             zoo = await Zoo([tiny_fleet.target], [tiny_fleet.draft]).connect()
         stack.push_async_callback(zoo.close)
-        config = BridgeServerConfig(target=(tiny_fleet.target,), http="127.0.0.1:0", **options)
+        config = BridgeServerConfig(**{"target": (tiny_fleet.target,), "http": "127.0.0.1:0"} | options)
         gateway = Gateway(zoo)
         opening = http_door(config, gateway, stop or asyncio.Event(), limits=limits)
         yield await stack.enter_async_context(opening), gateway
