@@ -159,12 +159,14 @@ class ModelServerConfig(ServerConfig):
     kv_memory: float = Field(2.0, ge=0.001, le=1e6, description="GiB of memory for the KV cache, reserved at start.")
     queue: int = Field(64, ge=0, le=100_000, description="Number of requests that may wait for a slot.")
     forward_limit: float = Field(
-        120.0, ge=1, description="Seconds after which a forward counts as hung; later if the model is slow."
+        120.0,
+        ge=1,
+        description="Seconds after which a forward counts as hung, or ten times its expected time if longer.",
     )
     deterministic: bool | None = Field(
         None,
         description="Generate the same text in every speculation mode, bit for bit, in any dtype. Unset: targets do if "
-        "it costs little (ik_llama; torch on CPUs, where prompts take up to twice as long).",
+        "it costs little (ik_llama; torch on CPUs, where prompts take 1.3 to 1.8 times as long).",
     )
     # More than two million ids. Parsing blocks all other calls for up to 20 ms per MiB.
     message_limit: int = Field(8, ge=1, le=1024, description="MiB of the largest message accepted.")
@@ -221,16 +223,22 @@ class BridgeServerConfig(ServerConfig):
     target: tuple[Service, ...] = Field(
         (),
         description="HOST:PORT of a target service. Repeatable. Services of one model are replicas, and so are the "
-        "addresses of a host name. Without a target, a bridge serves candidates to guests only.",
+        "addresses of a host name. Without a target, a bridge only proposes candidates to engines such as vLLM.",
     )
     draft: tuple[Service, ...] = Field(
         (), description="HOST:PORT of a draft service. Repeatable. A draft that starts later is used once it answers."
     )
     listen: Listen = Field(DEFAULT_BRIDGE, description=_LISTEN_HELP)
     workers: int = Field(
-        1, ge=1, le=256, description="Processes that share the address, one for each core to use. Limits are of each."
+        1,
+        ge=1,
+        le=256,
+        description="Processes that share the address, one per core to use. Each has its own limits.",
     )
-    share_port: bool = Field(False, description="Let other bridges listen on the same address: connections are shared.")
+    share_port: bool = Field(
+        False,
+        description="Let other bridges listen on the same address: the system divides connections among them.",
+    )
     connect_timeout: float = Field(
         10.0, ge=0.1, description="Seconds to wait for the targets. The bridge does not start if none of them answers."
     )
@@ -250,7 +258,7 @@ class BridgeServerConfig(ServerConfig):
     prompt_limit: int = Field(
         4096, ge=1, le=1 << 20, description="KiB of the largest prompt or chat; an id counts as four bytes."
     )
-    service_tls: bool = Field(False, description="Connect to services with TLS, also without the next three.")
+    service_tls: bool = Field(False, description="Connect to services with TLS, even without the next three settings.")
     service_ca: Path | None = Field(
         None, description="PEM file with the authorities of the services' certificates; by default gRPC's own list."
     )
@@ -331,7 +339,7 @@ class HttpServerConfig(ProcessConfig):
     )
     body: int = Field(4, ge=1, le=1024, description="MiB that the body of a request may have.")
     sequences: int = Field(256, ge=1, le=100_000, description="Number of choices that are generated at once.")
-    bridge_tls: bool = Field(False, description="Connect to the bridge with TLS, also without the next three.")
+    bridge_tls: bool = Field(False, description="Connect to the bridge with TLS, even without the next three settings.")
     bridge_ca: Path | None = Field(
         None, description="PEM file with the authorities of the bridge's certificate; by default gRPC's own list."
     )

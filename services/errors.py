@@ -47,7 +47,7 @@ class RoleNotServed(NotReady, reason="ROLE_NOT_SERVED"):
 class PairRefused(NotReady, reason="PAIR_REFUSED"):
     def __init__(self, target: str, draft: str, refusal: str) -> None:
         super().__init__(
-            f"{target} cannot be paired with {draft}: {refusal}; or leave out the name of the draft",
+            f"{target} cannot be paired with {draft}: {refusal}, or leave out the name of the draft",
             target=target,
             draft=draft,
         )
@@ -56,7 +56,8 @@ class PairRefused(NotReady, reason="PAIR_REFUSED"):
 class ModelChanged(NotReady, reason="MODEL_CHANGED"):
     def __init__(self, model: str) -> None:
         super().__init__(
-            f"{model}'s tokenizer has changed since the bridge loaded it: try again, the bridge reads it", model=model
+            f"{model}'s tokenizer has changed since the bridge loaded it: try again; it is being read",
+            model=model,
         )
 
 
@@ -91,7 +92,7 @@ class TemplateLimitExceeded(UnusableModel, reason="TEMPLATE_LIMIT_EXCEEDED"):
 
     def __init__(self, limit: str, allowed: str) -> None:
         super().__init__(
-            f"the model's chat template takes more than {allowed} for this chat: mend the template, shorten the chat, "
+            f"the model's chat template takes more than {allowed} for this chat: fix the template, shorten the chat, "
             "or send a prompt instead",
             limit=limit,
             allowed=allowed,
@@ -173,8 +174,8 @@ class TokenRefused(Unreachable, reason="TOKEN_REFUSED"):
     """A service refuses the token of the process that asks it, which is not the client's fault."""
 
     text = (
-        "{address} refuses the token of the process that asks it ({detail}): give that a token from the keys file of "
-        "{address}, a bridge with --service-token-file, `draftbridge http` with --bridge-token-file"
+        "{address} refuses the token of the process that asks it ({detail}): give the bridge (--service-token-file) or "
+        "`draftbridge http` (--bridge-token-file) a token that the keys file of {address} lists"
     )
 
 
@@ -183,7 +184,7 @@ class SlowDownload(Unreachable):
 
     text = (
         "the tokenizer of the model at {address} was being loaded, but {detail}: check the network to that machine, "
-        "and whether its processors are overloaded; it is tried again"
+        "and whether its processors are overloaded; the bridge keeps trying"
     )
 
 

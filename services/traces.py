@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from bridge.errors import DraftBridgeError
+from services.extras import install_extra
 from services.logs import REQUEST_ID_KEY, request_id
 
 _TRACE_KEYS = ("traceparent", "tracestate")
@@ -32,7 +33,7 @@ class TracingNotInstalled(DraftBridgeError, reason="TRACING_NOT_INSTALLED"):
     """`--otlp` was given, but OpenTelemetry is not installed."""
 
     def __init__(self) -> None:
-        super().__init__("--otlp needs OpenTelemetry, which is not installed: pip install '.[otel]' in the checkout")
+        super().__init__(f"--otlp needs OpenTelemetry, which is not installed: {install_extra('otel')}")
 
 
 def outgoing_metadata() -> tuple[tuple[str, str], ...]:

@@ -20,6 +20,7 @@ from bridge.errors import DraftBridgeError
 from draftbridge import CallError, Client, Event
 from draftbridge.v1 import bridge_pb2
 from services.engines.cpu import core_count, cpu_name
+from services.extras import install_extra
 
 T = TypeVar("T")
 
@@ -334,7 +335,7 @@ def check_plot(path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise InvalidPrompts("--plot needs matplotlib: pip install '.[plot]' in the checkout") from error
+        raise InvalidPrompts(f"--plot needs matplotlib: {install_extra('plot')}") from error
     known = Figure().canvas.get_supported_filetypes()
     if path.suffix.lower().lstrip(".") not in known:
         raise InvalidPrompts(f"--plot cannot draw {path.name}: name a file that ends with {', '.join(sorted(known))}")

@@ -37,7 +37,7 @@ def generate(
     ] = None,
     repetition_penalty: Annotated[float | None, typer.Option(help="Above 1: less likely to repeat tokens.")] = None,
     presence_penalty: Annotated[float | None, typer.Option(help="Subtracted from generated tokens' logits.")] = None,
-    frequency_penalty: Annotated[float | None, typer.Option(help="The same, for each time it was generated.")] = None,
+    frequency_penalty: Annotated[float | None, typer.Option(help="The same, once per occurrence.")] = None,
     min_tokens: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Minimum number of tokens to generate.")] = 0,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue after the model ends its text.")] = False,
     json_schema: Annotated[

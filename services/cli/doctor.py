@@ -279,7 +279,7 @@ def _templates(client: Client, services: Sequence[bridge_pb2.ServiceState]) -> I
             yield Finding(Level.GOOD, "template", f"{model.name} renders a chat with its own template")
         except CallError as error:
             yield Finding(
-                Level.BROKEN, "template", f"a chat with {model.name} fails: {error}", "mend the model's chat template"
+                Level.BROKEN, "template", f"a chat with {model.name} fails: {error}", "fix the model's chat template"
             )
 
 

@@ -352,7 +352,7 @@ def how_ended(status: int) -> str:
     """Returns how a server has ended that should run, and what to do. `status`: as of `Popen.returncode`."""
     if status == -signal.SIGKILL:
         return (
-            f"by signal {-status}, perhaps for want of memory: free some, choose a smaller model, or set "
+            f"by signal {-status}, probably because memory ran out: free some, choose a smaller model, or set "
             "DRAFTBRIDGE_SERVE_KV_MEMORY, the GiB of each model's cache, to less than 2"
         )
     return f"by signal {-status}" if status < 0 else f"with status {status}: see its message above"

@@ -189,7 +189,7 @@ def _plans(figures: Figures) -> Table:
 
 def _running(status: bridge_pb2.GetStatusResponse) -> Table:
     listed, all_ = len(status.running), status.active_count
-    title = f"sessions, {listed} of {all_}" if listed < all_ else "sessions"
+    title = f"requests, {listed} of {all_}" if listed < all_ else "requests"
     table = _table(title, "target", "draft", "age", "tokens", "tokens/s", "accepted")
     for one in status.running:
         speculation = one.speculation

@@ -85,7 +85,7 @@ def text_of(outcome: Outcome, detail: str) -> str:
             raise TemplateLimitExceeded("text", f"{MAX_TEXT_CHARACTERS} characters of text")
         case Outcome.FAILED:
             raise UnusableModel(
-                f"the model's chat template failed ({detail}): mend the template, or send a prompt instead of a chat"
+                f"the model's chat template failed ({detail}): fix the template, or send a prompt instead of a chat"
             )
 
 

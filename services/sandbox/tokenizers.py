@@ -43,7 +43,7 @@ async def find_flaw(tokenizer_json: bytes) -> str:
                 process.kill()
             await process.wait()
     if process.returncode == -signal.SIGKILL:  # its own limits end it otherwise
-        raise _busy("its process was killed, perhaps for want of memory", "memory")
+        raise _busy("its process was killed, probably because memory ran out", "memory")
     if process.returncode == -signal.SIGPROF:
         raise _unusable(f"it takes more than {CPU_LIMIT_SECONDS:g} s of processor time to read")
     if not output:

@@ -72,7 +72,7 @@ def test_auto_takes_the_first_installed_engine_that_runs_the_model(
     assert chosen(built_in) == "llamacpp"
     assert chosen(directory) == "openvino"
     assert chosen(built_in, dtype=Dtype.FLOAT32) == "openvino"
-    assert chosen(built_in, weights=Weights.INT8) == "torch"
+    assert chosen(built_in, weights=Weights.INT8) == "openvino"
     assert chosen(built_in, compile=True) == "torch"
     assert chosen(built_in, device="cuda") == "torch"
     assert chosen(built_in, trusted=True) == chosen(directory, trusted=True) == "torch"
@@ -153,7 +153,7 @@ def test_options_that_an_engine_does_not_have_are_refused(name: str, options: En
 
 def test_an_engine_that_is_not_installed_names_the_command_that_installs_it() -> None:
     absent = replace(engine_spec("llamacpp"), modules=("a_module_that_nobody_has",))
-    with pytest.raises(UnusableModel, match=r"pip install '\.\[llamacpp\]' in the checkout"):
+    with pytest.raises(UnusableModel, match=r"pip install -c constraints\.txt -e '\.\[llamacpp\]' in the checkout"):
         absent.check(EngineOptions())
 
 

@@ -71,7 +71,7 @@ def test_a_bridge_outlives_every_template(hostile: Fleet, name: str) -> None:
         assert report is not None
         assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
         assert report.reason == ("UNUSABLE_MODEL" if name == "surrogate" else "TEMPLATE_LIMIT_EXCEEDED")
-        assert "mend the template" in report.message
+        assert "fix the template" in report.message
         # The same template works with another chat.
         assert client.generate(messages=[{"role": "user", "content": "hello"}], max_tokens=5).text
 

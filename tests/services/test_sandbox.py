@@ -121,7 +121,7 @@ def test_a_chat_has_the_same_ids_from_the_sandbox(sandbox: TemplateSandbox, kind
 
 @pytest.mark.parametrize("template", MEMORY_BOMBS.values(), ids=MEMORY_BOMBS)
 def test_a_template_that_would_fill_the_memory_is_stopped(sandbox: TemplateSandbox, template: str) -> None:
-    with pytest.raises(TemplateLimitExceeded, match=r"512 MiB of memory.*mend the template.*send a prompt") as caught:
+    with pytest.raises(TemplateLimitExceeded, match=r"512 MiB of memory.*fix the template.*send a prompt") as caught:
         run(sandbox, template)
     assert caught.value.metadata["limit"] == "memory"
 
@@ -136,7 +136,7 @@ def test_a_time_shorter_than_a_system_call_waits_is_kept() -> None:
 def test_a_template_that_would_run_forever_is_stopped(template: str) -> None:
     with closing(TemplateSandbox(time_limit=0.5)) as sandbox:
         started = monotonic()
-        with pytest.raises(TemplateLimitExceeded, match=r"more than 0\.5 s.*mend the template") as caught:
+        with pytest.raises(TemplateLimitExceeded, match=r"more than 0\.5 s.*fix the template") as caught:
             run(sandbox, template)
         assert caught.value.metadata["limit"] == "time"
         assert monotonic() - started < 40

@@ -346,7 +346,7 @@ async def test_a_tokenizer_that_takes_for_ever_is_given_up(monkeypatch: pytest.M
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize(
     ("script", "problem"),
-    [("kill -9 $$", "for want of memory"), ("exec sleep 600", "no answer within 0.5 s")],
+    [("kill -9 $$", "because memory ran out"), ("exec sleep 600", "no answer within 0.5 s")],
     ids=["killed", "without processor time"],
 )
 async def test_a_tokenizer_whose_process_was_killed_or_got_no_time_is_read_again(

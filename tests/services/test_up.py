@@ -90,7 +90,7 @@ def test_a_target_that_was_killed_may_have_lacked_memory(tiny_models: tuple[Path
         target = next(one for one in psutil.Process(process.pid).children() if "serve" in one.cmdline())
         target.kill()
         assert process.wait(120) == 1
-        assert "the target has ended by signal 9, perhaps for want of memory: free some" in process.stderr.read()
+        assert "the target has ended by signal 9, probably because memory ran out: free some" in process.stderr.read()
 
 
 @pytest.mark.parametrize("signal_", [signal.SIGINT, signal.SIGTERM])

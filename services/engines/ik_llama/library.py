@@ -19,6 +19,7 @@ import numpy as np
 from bridge.errors import UnusableModel
 from bridge.sampling.sampler import Logits
 from services.engines.openmp import loading
+from services.extras import install_extra
 
 # With threads that are not bound: alone, a pass of SmolLM2-135M takes a fifth longer than by default (6.2 ms on an
 # EPYC). Beside a busy process it takes 27 ms with this, 137 ms with 10,000 and 830 ms by default.
@@ -28,7 +29,7 @@ try:
         from ik_llama_cpp import _ctypes_api as api
 except (ImportError, OSError, AttributeError) as error:  # the last one for a library of another program or version
     named = os.environ.get("IK_LLAMA_CPP_LIB_PATH")
-    remedy = "unset IK_LLAMA_CPP_LIB_PATH" if named else "pip install '.[ik-llama]' in the checkout"
+    remedy = "unset IK_LLAMA_CPP_LIB_PATH" if named else install_extra("ik-llama")
     raise UnusableModel(
         f"the library of ik-llama-cpp-python cannot be loaded ({error}): {remedy}, or use --engine torch"
     ) from error

@@ -161,7 +161,7 @@ def _probe(gguf: Path, threads: int, repacked: bool, known: Way | None) -> Way |
         how = signal.Signals(-done.returncode).name if done.returncode < 0 else f"status {done.returncode}"
         _log.warning("ik_llama.cpp ended with %s when it tried %s: %s", how, gguf.name, done.stderr[-500:])
         if done.returncode == -signal.SIGKILL:
-            raise _Unfinished("ik_llama.cpp was killed, perhaps for want of memory,")
+            raise _Unfinished("ik_llama.cpp was killed, probably because memory ran out,")
         return None
     return _way(last)
 

@@ -11,6 +11,7 @@ from services.engines import gguf
 from services.engines.cpu import core_count, cpu_flags
 from services.engines.openmp import bind_this_thread
 from services.engines.spec import EngineOptions, EngineSpec, Weights
+from services.extras import install_extra
 from services.store.cache import Report
 
 if TYPE_CHECKING:  # it loads numpy, which few commands need
@@ -87,7 +88,7 @@ IK_LLAMA = EngineSpec(
     open=_open,
     weights=(Weights.FULL, Weights.REPACKED),
     modules=("ik_llama_cpp",),
-    install="pip install '.[ik-llama]' in the checkout",
+    install=install_extra("ik-llama"),
     reason_to_skip=_passed_over,
     check_device=_check_device,
     try_file=_try_file,

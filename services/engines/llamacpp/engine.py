@@ -23,6 +23,7 @@ from services.engines.cpu import core_count
 from services.engines.engine import Row, by_row, check, check_copy, slot_room
 from services.engines.gguf import file_type
 from services.engines.openmp import loading
+from services.extras import install_extra
 
 # With threads that are not bound: alone, a pass of SmolLM2-135M takes 6% longer than by default (10.2 ms on an EPYC),
 # beside a busy process half as long (0.5 instead of 1.1 s), and the other model of a pair gets the core 0.3 ms after a
@@ -33,8 +34,8 @@ try:
         import llama_cpp
 except (ImportError, OSError, RuntimeError) as error:  # the latter two for a library of another platform
     raise UnusableModel(
-        f"the library of llama-cpp-python cannot be loaded ({error}): pip install '.[llamacpp]' in the checkout, or "
-        "use --engine torch"
+        f"the library of llama-cpp-python cannot be loaded ({error}): {install_extra('llamacpp')}, "
+        "or use --engine torch"
     ) from error
 
 _log = logging.getLogger(__name__)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from services.engines import gguf
 from services.engines.openmp import bind_this_thread
 from services.engines.spec import EngineOptions, EngineSpec
+from services.extras import install_extra
 
 if TYPE_CHECKING:  # it loads numpy, which few commands need
     from services.engines.engine import Engine
@@ -40,7 +41,7 @@ LLAMACPP = EngineSpec(
     prepare=gguf.prepare,
     open=_open,
     modules=("llama_cpp",),
-    install="pip install '.[llamacpp]' in the checkout, which compiles llama.cpp for about ten minutes",
+    install=f"{install_extra('llamacpp')}, which compiles llama.cpp for about ten minutes",
     reason_to_skip=gguf.reason_to_skip,
     check_device=_check_device,
 )

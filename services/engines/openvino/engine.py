@@ -14,6 +14,7 @@ from bridge.errors import UnusableModel
 from bridge.sampling.sampler import Logits
 from services.engines.cpu import core_count
 from services.engines.engine import Row, by_row, check, check_copy, slot_room
+from services.extras import install_extra
 from services.store.cache import remedy_for
 
 try:
@@ -23,7 +24,7 @@ try:
 except ImportError as error:
     raise UnusableModel(
         f"the openvino engine is not installed, or in another version ({error}): "
-        "pip install '.[openvino]' in the checkout, or use --engine torch"
+        f"{install_extra('openvino')}, or use --engine torch"
     ) from error
 
 from services.engines.openvino.padding import Padding, measured_budget

@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from bridge.errors import UnusableModel
 from services.child import bound_command, environment_before
 from services.engines.spec import Dtype, EngineOptions, EngineSpec, Weights
+from services.extras import install_extra
 from services.store.cache import Report, cache_directory, check_space, fingerprint, making, settle, shortened
 from services.store.resolve import default_name, resolve
 
@@ -91,8 +92,8 @@ def _open(path: Path, options: EngineOptions) -> "Engine":
 
 
 def _passed_over(model: str, options: EngineOptions) -> str:
-    if options.compile or options.weights is Weights.INT8 or not options.on_cpu:
-        return "torch is preferred for --compile, for --weights int8 and for devices other than the CPU"
+    if options.compile or not options.on_cpu:
+        return "torch is preferred for --compile and for devices other than the CPU"
     try:
         from services.engines.openvino.engine import refuses
     except UnusableModel as error:
@@ -115,7 +116,7 @@ OPENVINO = EngineSpec(
     dtypes=(Dtype.FLOAT32, Dtype.BFLOAT16, Dtype.FLOAT16),
     weights=(Weights.FULL, Weights.INT8, Weights.INT4),
     modules=("openvino", "nncf"),
-    install="pip install '.[openvino]' in the checkout",
+    install=install_extra("openvino"),
     reason_to_skip=_passed_over,
     check_device=_check_device,
     auto_weights=Weights.FULL,

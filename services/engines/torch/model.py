@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from bridge.errors import UnusableModel
 from services.engines.selftest import LENGTH
+from services.extras import install_extra
 from services.store.cache import remedy_for
 from services.store.code import REMEDY, refuse_code
 from services.store.convert import dtype_keyword
@@ -106,7 +107,7 @@ def quantize(model: Any) -> None:
     try:
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
     except ImportError as error:
-        raise UnusableModel("--weights int8 needs torchao: pip install '.[torchao]' in the checkout") from error
+        raise UnusableModel(f"--weights int8 needs torchao: {install_extra('torchao')}") from error
     quantize_(model, Int8WeightOnlyConfig(version=2))
 
 
