@@ -2,5 +2,5 @@
 
 
 def install_extra(name: str) -> str:
-    """Returns the command, for messages. It keeps the versions that the tests use, and a checkout's own code."""
-    return f"pip install -c constraints.txt -e '.[{name}]' in the checkout"
+    """Returns the command, for messages. With `-e`, the code of the checkout stays in use."""
+    return f"pip install -e '.[{name}]' in the checkout"

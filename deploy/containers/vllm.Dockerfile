@@ -9,7 +9,7 @@ COPY . .
 RUN --mount=type=cache,target=/root/.cache/pip \
     python3 -m pip install --disable-pip-version-check --no-deps . \
     && python3 -m pip install --disable-pip-version-check --upgrade-strategy only-if-needed \
-        "grpcio>=1.85.1" "protobuf>=7.35.1" "googleapis-common-protos>=1.66" \
+        "grpcio>=1.85.1" "protobuf>=7.35.1" "googleapis-common-protos>=1.73.1" \
     && useradd --uid 10001 --no-create-home --home-dir /tmp draftbridge \
     && install --directory --owner=draftbridge --group=draftbridge /models
 WORKDIR /models

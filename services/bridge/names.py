@@ -72,10 +72,16 @@ async def resolve(host: str) -> list[str]:
     return await done
 
 
+# What a look-up fails with if a name has addresses, but none of a kind that this machine has.
+_NO_SUCH_ADDRESS = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", None), getattr(socket, "EAI_ADDRFAMILY", None)}
+
+
 def _addresses(host: str) -> list[str]:
     try:  # addresses of a kind that this machine has, too
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG)
-    except socket.gaierror:  # a machine without a network has neither kind
+    except socket.gaierror as error:
+        if error.errno not in _NO_SUCH_ADDRESS:
+            raise
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     by_family = {family: {str(address[0]) for one, *_, address in found if one is family} for family, *_ in found}
     return sorted(by_family.get(socket.AF_INET) or by_family.get(socket.AF_INET6) or ())

@@ -223,7 +223,10 @@ def _key(
     files = [
         (str(file), file.stat().st_size, file.stat().st_mtime_ns) for path in paths.values() for file in _files(path)
     ]
-    libraries = [library_facts(name) for one in rivals for name in one.modules]
+    modules = [name for one in rivals for name in one.modules]
+    if options.weights is Weights.INT8:  # which torch needs for these weights only
+        modules.append("torchao")
+    libraries = [library_facts(name) for name in modules]
     machine = (cpu_name(), sorted(cpu_flags()), core_count())
     given = (options.device, options.dtype.value, options.weights.value, options.threads, _cache_bytes(options))
     facts = (files, libraries, machine, given, _RULE)
