@@ -10,11 +10,6 @@ _PRIOR_COUNT, _MAX_COUNT = 8.0, 800.0
 _SHARED_COUNT, _FADE = 24.0, 0.99
 # The factor by which an optimistic request's imagined right candidates shrink in each pass.
 _IMAGINED_FADE = 0.8
-# The weight of the prior ratio of 1, in accepted candidates or in passes without candidates, and the factor by which
-# each further pass reduces the weight of earlier ones.
-_RATIO_PRIOR, _RATIO_FADE = 6.0, 0.99
-# The least measured part of that prior, whatever was measured later.
-_MIN_RATIO = 0.1
 
 
 class Chances:
@@ -101,26 +96,6 @@ class RequestChances:
             own = self._right + self._imagined_right + _SHARED_COUNT * mean
             own = _within(own / (self._tried + self._imagined_right + _SHARED_COUNT))
             self._odds_factor = own / (1 - own) / (mean / (1 - mean))
-
-
-class Ratio:
-    """The ratio of a measured quantity to its prediction, at first 1. `prior`: the weight of that, in the quantity."""
-
-    def __init__(self, prior: float = _RATIO_PRIOR) -> None:
-        self._prior, self._measured, self._predicted = prior, 0.0, 0.0
-
-    @property
-    def value(self) -> float:
-        return max(self._prior + self._measured, _MIN_RATIO * self._prior) / (self._prior + self._predicted)
-
-    def observe(self, measured: float, predicted: float) -> None:
-        self._measured += measured
-        self._predicted += predicted
-
-    def fade(self) -> None:
-        """Reduces the weight of earlier passes, so that a source that has failed is tried again."""
-        self._measured *= _RATIO_FADE
-        self._predicted *= _RATIO_FADE
 
 
 def _within(chance: float) -> float:

@@ -4,7 +4,7 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 
-from bridge.measuring.chances import Chances, Ratio
+from bridge.measuring.chances import Chances
 from bridge.measuring.costs import MAX_DELAY_RATIO, PRIOR_ROUND_TRIP_NS, PRIOR_SLOWDOWN, Ewma, ForwardTime, WidthCost
 from bridge.ports import Proposal
 from bridge.text.common_prefix import common_prefix_length
@@ -38,11 +38,6 @@ _FORGOTTEN_SLOWDOWN = 0.002
 _MIN_TRIAL_INTERVAL, _MAX_TRIAL_INTERVAL = 500, 8000
 
 
-# The weight of the assumption that turns yield what is predicted, in accepted candidates: a good draft that is unlucky
-# at first must not be left out for that.
-_ACCEPTED_PRIOR = 20.0
-
-
 class DraftEstimates:
     """Estimates the costs and acceptance of one draft for one target.
 
@@ -64,9 +59,6 @@ class DraftEstimates:
         self.positions = Chances(_POSITIONS, _POSITION_PRIORS)
         self.chances = Chances(_CONFIDENCES, _CONFIDENCE_PRIORS)
         self.branches = Chances(_BRANCH_CONFIDENCES, _BRANCH_PRIORS)
-        # Accepted candidates of turns, relative to those that were predicted. The chances are right on average, but of
-        # several lengths of a turn the one is chosen whose chances seem best, and unseen positions have high priors.
-        self.accepted = Ratio(_ACCEPTED_PRIOR)
         # The chance that a turn that the draft may end early goes on: by the position of a draft token, and by the
         # position of a candidate if it and all before it were right.
         self.goes_on = Chances(_POSITIONS, _GOES_ON_PRIORS)

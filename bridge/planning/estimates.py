@@ -13,7 +13,7 @@ from itertools import islice
 
 from cachetools import LRUCache
 
-from bridge.measuring.chances import Chances, Ratio, RequestChances
+from bridge.measuring.chances import Chances, RequestChances
 from bridge.measuring.costs import MAX_DELAY_RATIO, PRIOR_CANDIDATE_DELAY_NS, Ewma, ForwardTime, WidthCost
 from bridge.measuring.draft_estimates import DraftEstimates
 from bridge.planning.prediction import Plan, Prediction
@@ -30,12 +30,37 @@ _PRIOR_TEXT_TOKENS, _PRIOR_TEXTS = 200.0, 2
 # The right candidates of the draft that each request imagines at its start, because a draft that is never tried is
 # never measured.
 _IMAGINED_RIGHT = 4.0
+# The weight of the prior ratio of 1, in accepted candidates or in passes without candidates, and the factor by which
+# each further pass of any plan reduces the weight of earlier ones.
+_RATIO_PRIOR, _RATIO_FADE = 6.0, 0.99
+# The least measured part of that prior, whatever was measured later.
+_MIN_RATIO = 0.1
 # A pass counts as at most this multiple of its predicted time: the machine may have stalled.
 _MAX_TIME_RATIO = 3.0
 # The drafts that are remembered: one may come back under ever new names.
 _MAX_DRAFTS = 256
 # The weight of the newest pass in the average gain from waiting for candidates.
 _GAIN_FRESH = 0.2
+
+
+class _Ratio:
+    """The ratio of a measured quantity to its prediction, at first 1."""
+
+    def __init__(self) -> None:
+        self._measured = self._predicted = 0.0
+
+    @property
+    def value(self) -> float:
+        return max(_RATIO_PRIOR + self._measured, _MIN_RATIO * _RATIO_PRIOR) / (_RATIO_PRIOR + self._predicted)
+
+    def observe(self, measured: float, predicted: float) -> None:
+        self._measured += measured
+        self._predicted += predicted
+
+    def fade(self) -> None:
+        """Reduces the weight of earlier passes, so that a source that has failed is tried again."""
+        self._measured *= _RATIO_FADE
+        self._predicted *= _RATIO_FADE
 
 
 class Correction:
@@ -47,7 +72,7 @@ class Correction:
     """
 
     def __init__(self) -> None:
-        self._accepted, self._extra = Ratio(), Ratio()
+        self._accepted, self._extra = _Ratio(), _Ratio()
 
     def applied(self, found: Prediction, plain_ns: float) -> Prediction:
         """Returns a prediction with corrected tokens and time; `plain_ns` is that of a pass without candidates."""
@@ -247,11 +272,6 @@ class RequestEstimates:
         corrections = self.shared.corrections
         for one in corrections.values():
             one.fade()
-        if self.draft:
-            self.draft.accepted.fade()
-            if plan.pace.turns and {DRAFT}.issuperset(outcome.tried.sources):
-                predicted = (plan.prediction.tokens - 1.0) / self.draft.accepted.value
-                self.draft.accepted.observe(outcome.result.accepted_token_count, predicted)
         # A plan is named after the first source of its offer. A pass under it may have another source's offer instead.
         own = outcome.tried.sources[:1] in ((), (plan.source,))
         if own and plan.source and plan.name == plan.source and plan.plain_ns:

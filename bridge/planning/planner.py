@@ -1,6 +1,6 @@
 """Plans each pass: predicts the speed of every way to get candidates, and chooses the fastest."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import accumulate
@@ -334,13 +334,13 @@ class Planner:
         token_ns = draft.forward.single_ns or _PRIOR_DRAFT_SPEED * (estimates.forward.single_ns or _PRIOR_PASS_NS)
         lag = state.lag_token_count
         read_tokens = draft.read_tokens(min(lag, _TURN_LAG))
-        chances, ratio = estimates.positions.of_all(_CANDIDATE_POSITIONS), min(draft.accepted.value, 1.0)
-        in_turn: Iterable[float] = chances
+        chances = estimates.positions.of_all(_CANDIDATE_POSITIONS)
+        turn_survival: tuple[float, ...] = ()
         turn_lengths: tuple[float, ...] = ()
         if not self._fixed_number:
             goes_on_if_right = [1.0, *draft.goes_on_if_right.of_all(_CANDIDATE_POSITIONS[:-1])]
             goes_on = [1.0, *draft.goes_on.of_all(_CANDIDATE_POSITIONS[:-1])]
-            in_turn = map(mul, chances, goes_on_if_right)
+            turn_survival = tuple(accumulate(map(mul, chances, goes_on_if_right), mul))
             turn_lengths = tuple(accumulate(accumulate(goes_on, mul)))
         return DraftCosts(
             token_ns=token_ns,
@@ -350,8 +350,8 @@ class Planner:
             round_trip_ns=draft.round_trip.value,
             slowdown=draft.slowdown.value,
             target_tokens=state.token_bytes / max(estimates.token_bytes.value, _MIN_TOKEN_BYTES),
-            survival=tuple(ratio * one for one in accumulate(chances, mul)),
-            turn_survival=tuple(ratio * one for one in accumulate(in_turn, mul)),
+            survival=tuple(accumulate(chances, mul)),
+            turn_survival=turn_survival,
             turn_lengths=turn_lengths,
         )
 

@@ -110,9 +110,8 @@ class DraftCosts:
     extra time, once, to read a prompt, or all that came while the draft was not used. `survival[i]`: the chance that
     the first `i + 1` candidates are all right.
 
-    `turn_survival[i]`: the chance that a turn has `i + 1` candidates and all are right; empty for that of `survival`.
-    `turn_lengths[i]`: the average number of tokens in a turn of at most `i + 1`; empty if the draft may not end it
-    early.
+    If the draft may end a turn early, `turn_survival[i]` is the chance that a turn has `i + 1` candidates and all are
+    right, and `turn_lengths[i]` the average number of tokens in a turn of at most `i + 1`; otherwise both are empty.
     """
 
     token_ns: float

@@ -325,15 +325,18 @@ class Pairing:
 
         Thousands of them take a second, so a caller should let other tasks run in between.
         """
-        targets, _ = self._known(model_pb2.ROLE_TARGET)
-        for target_name, target in targets.items():
+        for target_name in self._known(model_pb2.ROLE_TARGET)[0]:
             # Anew for each target, because services come and go.
+            targets, away = self._known(model_pb2.ROLE_TARGET)
             drafts, problems = self._known(model_pb2.ROLE_DRAFT)
-            away = self._known(model_pb2.ROLE_TARGET)[1].get(target_name, "")
+            if (target := targets.get(target_name)) is None:
+                continue
             key, plain = key_of(target), self.plain_bytes_per_second(target)
             candidates = {name: self.candidate(target, one) for name, one in drafts.items()}
             expected = {name: self.chooser.expect(key, one, workload) for name, one in candidates.items()}
-            refusals = {name: away or problems[name] or self.refusal(target, one) for name, one in drafts.items()}
+            refusals = {
+                name: away[target_name] or problems[name] or self.refusal(target, one) for name, one in drafts.items()
+            }
             usable = [name for name in drafts if not refusals[name]]
             ready = [name for name in usable if not self.pauses.holds(target, drafts[name])]
             best = max(ready or usable, key=lambda name: expected[name].gain, default=None)
