@@ -208,7 +208,8 @@ async def _read(call: "aio.UnaryStreamCall[Any, bridge_pb2.GenerateResponse]") -
     43360).
     """
     reading = asyncio.ensure_future(call.read())
-    reading.add_done_callback(lambda task: task.cancelled() or task.exception())  # of no interest to who has left
+    # After a client has left, nobody awaits the reading, and its error is of no interest.
+    reading.add_done_callback(lambda task: task.cancelled() or task.exception())
     return await asyncio.shield(reading)
 
 
