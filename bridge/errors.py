@@ -11,6 +11,7 @@
     │       └── TokenizerNotUnderstood
     ├── Unreachable             a service does not answer, or has stopped answering
     ├── EngineFailure           a forward failed
+    │   └── BrokenLogits        it gave no numbers
     └── TargetFault             a target's answer violates the contract
 
 `services.errors` adds those of processes. An error's text names the remedy. `reason` identifies the error for programs
@@ -123,6 +124,15 @@ class Unreachable(DraftBridgeError, reason="SERVICE_UNREACHABLE"):
 
 class EngineFailure(DraftBridgeError, reason="ENGINE_FAILURE"):
     """A forward of the model failed."""
+
+
+class BrokenLogits(EngineFailure):
+    """A forward gave logits that are not numbers, so what it has cached is not to be trusted either."""
+
+    def __init__(self, best: float) -> None:
+        super().__init__(
+            f"the model's best logit is {best}: its weights are damaged or overflow in this dtype; try float32"
+        )
 
 
 class TargetFault(DraftBridgeError, reason="TARGET_FAULT"):

@@ -7,7 +7,7 @@
     ├── NotReady
     │   ├── BaseMismatch, RoleNotServed, ModelChanged, EngineNameTaken, PairRefused, GrammarNotSupported
     │   └── UnusableModel
-    │       └── ChecksumMismatch, DamagedFile, TemplateLimitExceeded
+    │       └── ChecksumMismatch, DamagedFile, TemplateLimitExceeded, TrialUnfinished
     ├── Exhausted               the same request may succeed a moment later
     │   └── SlotsExhausted, BridgeBusy, SandboxBusy, TokenizersFull, Overloaded, KeyLimitReached
     ├── Unauthenticated         the call's token is missing, unknown or expired
@@ -85,6 +85,10 @@ class ChecksumMismatch(UnusableModel, reason="CHECKSUM_MISMATCH"):
 
 class DamagedFile(UnusableModel):
     """A model's file is damaged, incomplete or of an unknown architecture, so no engine can use it."""
+
+
+class TrialUnfinished(UnusableModel):
+    """A trial of a model ended for want of time or memory, so another one may succeed."""
 
 
 class TemplateLimitExceeded(UnusableModel, reason="TEMPLATE_LIMIT_EXCEEDED"):

@@ -8,6 +8,8 @@ from pathlib import Path
 from platform import processor
 
 _CPUINFO = Path("/proc/cpuinfo")
+# What tells kinds of processors apart: the first two lines on x86, the others on ARM.
+_FACTS = ("model name", "flags", "CPU implementer", "CPU architecture", "CPU variant", "CPU part", "Features")
 _CGROUP = Path("/sys/fs/cgroup")
 # Devices of drivers for NVIDIA (Jetson has the second one), AMD, Gaudi, and GPUs in WSL.
 _ACCELERATORS = ("/dev/nvidiactl", "/dev/nvmap", "/dev/kfd", "/dev/accel", "/dev/dxg")
@@ -23,6 +25,12 @@ def _fields(path: Path) -> dict[str, str]:
 def cpu_name() -> str:
     """Returns the processor's model name, "" if it is not known."""
     return _fields(_CPUINFO).get("model name", processor())
+
+
+def cpu_facts(path: Path = _CPUINFO) -> tuple[str, ...]:
+    """Returns what identifies the kind of processor and what it can do: what is measured on one holds for all alike."""
+    fields = _fields(path)
+    return (processor(), *(" ".join(sorted(fields.get(name, "").split())) for name in _FACTS))
 
 
 def cpu_flags(path: Path = _CPUINFO) -> frozenset[str]:

@@ -79,6 +79,7 @@ def run(module: str, *arguments: str, seconds: float) -> "subprocess.CompletedPr
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        errors="replace",  # a library that crashes may print anything
         start_new_session=not os.environ.get(_HELD),
         env=environment_before() | {_HELD: "1"},
     ) as process:

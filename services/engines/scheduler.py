@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Any, TypeVar
 
-from bridge.errors import EngineFailure, InvalidGrammar
+from bridge.errors import BrokenLogits, EngineFailure, InvalidGrammar
 from bridge.sampling.sampler import Logits
 from bridge.text.common_prefix import common_prefix_length
 from services.engines.engine import Engine, Row, branching
@@ -311,18 +311,14 @@ class Scheduler:
                     else:
                         self._run([one])
                 return
-            self.failure_count += 1
             job, row = planned[0]
             job.context.run(_log.exception, "a forward failed")
-            self._observer.on_failure()
-            self._end(
+            self._fail(
                 job, EngineFailure(f"the model failed in a forward ({type(error).__name__}): see the server's log")
             )
-            self._hold(job, 0)
             return
         finally:
             self.present = None
-        self.failure_count = 0
         self._observer.on_forward(len(planned), token_count, forward_ns)
         self._expected, self._linger_ns = len(self._jobs), min(max(forward_ns // 10, _LINGER_NS[0]), _LINGER_NS[1])
         for (job, row), logits in zip(planned, tables, strict=True):
@@ -353,6 +349,9 @@ class Scheduler:
         try:
             value = job.finish(logits)
             next_id = job.next_id(value)
+        except BrokenLogits as error:
+            self._fail(job, error)
+            return
         except (EngineFailure, InvalidGrammar) as error:
             self._end(job, error)
             return
@@ -360,6 +359,7 @@ class Scheduler:
             job.context.run(_log.exception, "sampling failed")
             self._end(job, EngineFailure("sampling from the model's logits failed: see the server's log"))
             return
+        self.failure_count = 0
         waited_ns = max(perf_counter_ns() - job.submitted_ns - job.forward_ns, 0)
         self._observer.on_job(waited_ns)
         cached, extra_count = job.cached_token_count, len(logits) - 1 - branch_count
@@ -369,6 +369,13 @@ class Scheduler:
             self._end(job, job.results)
         else:
             job.go_on(next_id)
+
+    def _fail(self, job: Job, error: EngineFailure) -> None:
+        """Ends a job whose forward was the model's fault. What that has cached counts no more."""
+        self.failure_count += 1
+        self._observer.on_failure()
+        self._end(job, error)
+        self._hold(job, 0)
 
     def _end(self, job: Job, result: list[Timed[Any]] | EngineFailure | InvalidGrammar) -> None:
         self._jobs.remove(job)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from bridge.errors import UnusableModel
+from bridge.sampling.sampler import Logits
 from services.engines.engine import Engine, Row
 
 # Tokens of each text, of the beginning that both share, and of the first text's part that runs without logits.
@@ -64,10 +65,11 @@ class SelfTest:
         one, other = (tuple(text) for text in texts)
         return cls((one, other), expected, min(max(_MIN_TOLERANCE, _NOISE_FACTOR * noise), _MAX_TOLERANCE))
 
-    def check(self, engine: Engine) -> None:
+    def check(self, engine: Engine, widths: Sequence[int] = ()) -> None:
         """Raises ValueError if the engine's logits differ from the model's own by more than the tolerance.
 
         Covers two rows of different lengths in a forward, a text in two parts, a rejected token and a copied slot.
+        `widths`: so many of the first text's last tokens run again, in a forward for each number.
         """
         text, other = self.texts
         engine.forward([Row(0, 0, (*text[:_READ], other[_READ]), _READ + 1)])
@@ -76,9 +78,15 @@ class SelfTest:
             engine.copy(0, 1, _SHARED)
             rows.append(Row(1, _SHARED, other[_SHARED:], 0))
         for row, logits, own in zip(rows, engine.forward(rows), self.expected, strict=False):
-            error = distance(logits, own[row.keep :])
-            if not error < self.tolerance:
-                raise ValueError(f"logits differ by {error:.1%} from the model's own, allowed is {self.tolerance:.1%}")
+            self._compare(logits, own[row.keep :])
+        for start in (max(LENGTH - width, 0) for width in widths):
+            (logits,) = engine.forward([Row(0, start, text[start:], 0)])
+            self._compare(logits, self.expected[0][start:])
+
+    def _compare(self, logits: Logits, own: Logits) -> None:
+        error = distance(logits, own)
+        if not error < self.tolerance:
+            raise ValueError(f"logits differ by {error:.1%} from the model's own, allowed is {self.tolerance:.1%}")
 
 
 @contextmanager

@@ -10,6 +10,7 @@ if each candidate is right with a chance of 0.7. A draft makes passes of one tok
 import hashlib
 import json
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from bridge.errors import DraftBridgeError, UnusableModel
-from services.engines.cpu import core_count, cpu_flags, cpu_name
+from services.engines.cpu import core_count, cpu_facts
 from services.engines.engine import measure, warm
 from services.engines.fixed_width import as_served
 from services.engines.huge_pages import use_huge_pages
@@ -29,7 +30,7 @@ from services.engines.measuring import alone, library_facts, remember, run, spee
 from services.engines.openmp import bind_threads, limit_spinning
 from services.engines.spec import Dtype, EngineOptions, EngineSpec, GaudiOptions, Weights
 from services.engines.timing import Timing
-from services.errors import DamagedFile
+from services.errors import DamagedFile, TrialUnfinished
 from services.store.cache import CacheUnusable, NoSpace, Report, cache_directory
 from services.store.gguf import is_gguf
 
@@ -37,21 +38,24 @@ _log = logging.getLogger(__name__)
 
 # The times of an engine's forwards by their number of tokens.
 Timings: TypeAlias = list[tuple[int, Timing]]
+# By engine: its speed, 0 if it was refused, and when that was found out, in seconds since 1970.
+_Known: TypeAlias = dict[str, tuple[float, float]]
 # With a smaller model, the difference is not worth the seconds of a trial.
 _MIN_WEIGHT_BYTES = 64 << 20
 # The least memory for the one sequence of a trial; it has more if the options give more to each.
 _CACHE_BYTES = 256 << 20
 # Engines are tried in turn this often: the machine may have other work for seconds, and the choice is remembered. What
 # was remembered by an earlier rule, or of slower engines, is measured anew.
-_ROUNDS, _RULE = 2, 4
+_ROUNDS, _RULE = 2, 5
 # Four times what a probe of ik_llama may take, which belongs to its trial, and a minute.
 _TIMEOUT_SECONDS = 540
 # How long a refusal is believed: memory may have been short, or a library has been mended elsewhere.
 _REFUSAL_SECONDS = 24 * 3600
 # The speed of an engine whose trial ended too early: better than that of one that was refused.
 _UNKNOWN = 1e-9
-# The exit status of a trial whose engine refuses the model; the reason is the last line that it prints.
-_REFUSED = 3
+# The exit status of a trial whose engine refuses the model, and of one that is to be repeated; the reason is the last
+# line that it prints.
+_REFUSED, _UNFINISHED = 3, 4
 
 
 def fastest(
@@ -91,14 +95,15 @@ def fastest(
     file = cache_directory().parent / "engines" / f"{_key(rivals, paths, options, drafts, deterministic)}.json"
     if len(rivals) == 1 and (try_file := rivals[0].try_file):
         (name,) = paths
-        if _read(file).get(name) == 0.0:
+        if name in _read(file):
             report(f"{model} does not run here with {name}")
             return None
         try:
             try_file(paths[name], chosen[name], report)
         except (DraftBridgeError, OSError, ValueError, ImportError) as error:  # the library may be another build
             report(f"{name} is not used: {error}")
-            remember(file, {name: 0.0})
+            if not isinstance(error, TrialUnfinished):
+                remember(file, {name: (0.0, time.time())})
             return None
         return rivals[0]
 
@@ -107,17 +112,18 @@ def fastest(
         costs = [(width, timing.taken_ns) for width, timing in timings]
         return speed(costs, drafts=drafts), any(timing.disturbed for _, timing in timings)
 
-    speeds = _read(file)
-    if not speeds.keys() >= paths.keys():
+    known = _read(file)
+    if not known.keys() >= paths.keys():
         with alone(2 * _TIMEOUT_SECONDS):
-            speeds = _read(file)  # another process may have measured meanwhile
-            if missing := [name for name in paths if name not in speeds]:
+            known = _read(file)  # another process may have measured meanwhile
+            if missing := [name for name in paths if name not in known]:
                 report(f"measuring how fast {model} is here with {', '.join(missing)} (once)")
                 found, disturbed = _measured(missing, try_one, report, rounds=_ROUNDS if len(paths) > 1 else 1)
-                speeds |= found
+                known |= {name: (value, time.time()) for name, value in found.items()}
                 if disturbed:
                     report(f"other work slowed down {', '.join(sorted(disturbed))}: the next start measures again")
-                remember(file, {name: value for name, value in speeds.items() if name not in disturbed})
+                remember(file, {name: pair for name, pair in known.items() if name not in disturbed})
+    speeds = {name: value for name, (value, _) in known.items()}
     if all(speeds.get(name) == 0.0 for name in paths):
         report(f"{model} does not run here with {', '.join(paths)}")
         return None
@@ -175,8 +181,8 @@ def _attempt(name: str, path: Path, options: EngineOptions, deterministic: bool 
     except subprocess.TimeoutExpired:
         raise _TrialFailed(f"its trial took more than {_TIMEOUT_SECONDS} s", passing=True) from None
     last = (done.stdout.strip().splitlines() or [""])[-1]
-    if done.returncode == _REFUSED:
-        raise _TrialFailed(last)
+    if done.returncode in (_REFUSED, _UNFINISHED):
+        raise _TrialFailed(last, passing=done.returncode == _UNFINISHED)
     if done.returncode:
         how = signal.Signals(-done.returncode).name if done.returncode < 0 else f"status {done.returncode}"
         reason = (done.stderr.strip().splitlines() or [""])[-1][:300]
@@ -227,7 +233,8 @@ def _key(
     if options.weights is Weights.INT8:  # which torch needs for these weights only
         modules.append("torchao")
     libraries = [library_facts(name) for name in modules]
-    machine = (cpu_name(), sorted(cpu_flags()), core_count())
+    # torch obeys the variable if no option says otherwise.
+    machine = (cpu_facts(), core_count(), os.environ.get("OMP_NUM_THREADS", ""))
     given = (options.device, options.dtype.value, options.weights.value, options.threads, _cache_bytes(options))
     facts = (files, libraries, machine, given, _RULE)
     return hashlib.sha256(repr((facts, drafts, deterministic)).encode()).hexdigest()[:24]
@@ -237,12 +244,12 @@ def _cache_bytes(options: EngineOptions) -> int:
     return max(_CACHE_BYTES, options.cache_byte_limit // options.slot_count)
 
 
-def _read(file: Path) -> dict[str, float]:
+def _read(file: Path) -> _Known:
+    """Returns what is remembered, without refusals that are too old."""
     try:
-        speeds = {str(name): float(value) for name, value in json.loads(file.read_text()).items()}
-        if time.time() - file.stat().st_mtime < _REFUSAL_SECONDS:
-            return speeds
-        return {name: value for name, value in speeds.items() if value}
+        oldest = time.time() - _REFUSAL_SECONDS
+        known = {str(name): (float(value), float(when)) for name, (value, when) in json.loads(file.read_text()).items()}
+        return {name: (value, when) for name, (value, when) in known.items() if value or when > oldest}
     except (OSError, ValueError, TypeError, AttributeError):  # absent, or not written by this version
         return {}
 
@@ -259,7 +266,7 @@ def main() -> None:
         opened = engine_spec(name).open(path, replace(options, slot_count=1, cache_byte_limit=_cache_bytes(options)))
     except DraftBridgeError as error:
         print(" ".join(str(error).split()))
-        sys.exit(_REFUSED)
+        sys.exit(_UNFINISHED if isinstance(error, TrialUnfinished) else _REFUSED)
     use_huge_pages()
     engine = as_served(opened, deterministic)
     if engine is opened:

@@ -4,7 +4,10 @@ import asyncio
 import logging
 from contextlib import suppress
 
-from bridge.errors import DraftBridgeError
+import numpy as np
+
+from bridge.errors import BrokenLogits, DraftBridgeError
+from bridge.sampling.sampler import Logits
 from services.engines.scheduler import Forward, Scheduler
 
 _log = logging.getLogger(__name__)
@@ -62,5 +65,11 @@ class ModelHealth:
     async def _try(self) -> None:
         holder = object()
         with suppress(DraftBridgeError):
-            await self._scheduler.run(holder, (0,), (), 0, lambda logits: None)
+            await self._scheduler.run(holder, (0,), (), 0, _check)
         self._scheduler.release(holder)
+
+
+def _check(logits: Logits) -> None:
+    best = float(np.max(logits))
+    if not np.isfinite(best):
+        raise BrokenLogits(best)

@@ -207,6 +207,16 @@ def test_sampling_needs_the_noise_of_few_ids_but_chooses_as_if_it_had_that_of_al
         assert choice.probability == pytest.approx(np.exp(scaled[best]) / np.exp(scaled).sum(), rel=1e-4, abs=1e-12)
 
 
+def test_a_temperature_that_is_hardly_a_number_gives_the_best_id() -> None:
+    random = np.random.default_rng(0)
+    logits = random.standard_normal(5000).astype(np.float32)
+    logits[:80] = logits.max() + 1 + random.random(80) / 4  # many are near the best
+    keys = np.arange(5000, dtype=np.int64)
+    one = Sampler(SamplingParameters(1e-312), 5, keys, np.empty(0, np.int64), tolerance=0.75)
+    with np.errstate(over="ignore"):
+        assert one.choose(logits, 0, 0).token_id == int(logits.argmax())
+
+
 def test_the_test_would_notice_every_biased_scheme() -> None:
     """Tests schemes of other systems, each of which is biased."""
     logits = np.random.default_rng(11).standard_normal(SIZE) * 2

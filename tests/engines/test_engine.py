@@ -1,6 +1,6 @@
 """Compares the torch engine with transformers, in float32, over families, batches and rollbacks."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -171,6 +171,28 @@ def test_slots_that_are_shorter_than_a_step_are_compiled(tmp_path: Path) -> None
     engine._fast = GraphForwards(engine._logits, engine._caches, torch.device("cpu"))
     (found,) = engine.forward([Row(1, 0, (1, 2, 3), 0)])
     np.testing.assert_allclose(found, expected(model, [1, 2, 3]), atol=1e-4)
+
+
+def test_a_graph_that_cannot_be_recorded_later_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory may run out when a longer text comes; the first graph shows whether the model can be recorded at all."""
+    model, tried = saved(transformers.LlamaConfig(**LLAMA_LIKE), tmp_path), list[int]()
+    engine = TorchEngine(tmp_path, dtype="float32", slot_count=1)
+    graphs = engine._fast = GraphForwards(engine._logits, engine._caches, torch.device("cpu"))
+    own = graphs._record
+
+    def record(inputs: torch.Tensor, length: int) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
+        tried.append(inputs.shape[1])
+        if inputs.shape[1] == 4:
+            raise UnusableModel("memory has run out")
+        return own(inputs, length)
+
+    monkeypatch.setattr(graphs, "_record", record)
+    with pytest.raises(UnusableModel, match="memory has run out"):
+        engine.forward([Row(0, 0, (1, 2, 3), 0)])
+    for ids in ([1, 2], [1, 2, 3], [4, 5, 6]):
+        (found,) = engine.forward([Row(0, 0, tuple(ids), 0)])
+        np.testing.assert_allclose(found, expected(model, ids), atol=1e-4)
+    assert tried == [4, 2, 4]
 
 
 @pytest.mark.parametrize("byte_count", [-1, 0, 256_000 * 8 - 1])

@@ -18,7 +18,7 @@ from bridge.errors import UnusableModel
 from draftbridge import Client
 from services.cli.processes import fleet
 from services.config import ModelServerConfig
-from services.engines.cpu import cpu_flags, has_bfloat16, lacks_bfloat16
+from services.engines.cpu import cpu_facts, cpu_flags, has_bfloat16, lacks_bfloat16
 from services.engines.engine import Engine, Row
 from services.engines.ik_llama.spec import IK_LLAMA, MAX_CONTEXTS, missing_instructions
 from services.engines.observer import UNOBSERVED
@@ -231,6 +231,13 @@ def test_processors_are_read_from_what_linux_tells(tmp_path: Path) -> None:
     assert cpu_flags(tmp_path / "none") == frozenset() and not lacks_bfloat16(tmp_path / "none")
     (later := tmp_path / "later").write_text("processor : 0\nflags\t: avx2 avx512_bf16\n")
     assert has_bfloat16(later) and not lacks_bfloat16(later)
+    # ARM names neither a model nor flags.
+    arm = "processor\t: 0\nFeatures\t: fp asimd{}\nCPU implementer\t: 0x41\nCPU part\t: {}\n"
+    kinds = [("", "0xd0c"), (" sve", "0xd0c"), ("", "0xd49")]
+    for number, kind in enumerate(kinds):
+        (tmp_path / f"{number}").write_text(arm.format(*kind))
+    facts = {cpu_facts(tmp_path / f"{number}") for number in range(len(kinds))}
+    assert len(facts | {cpu_facts(path), cpu_facts(later)}) == 5
 
 
 def test_types_of_weights_have_names() -> None:

@@ -27,6 +27,7 @@ from services.engines.ik_llama.engine import IkLlamaEngine
 from services.engines.ik_llama.library import Context
 from services.engines.ik_llama.probe import Way, choose_way
 from services.engines.spec import EngineOptions, Weights
+from services.errors import TrialUnfinished
 
 PLAIN = Way(False, 31, 1, 0.0, (10, 12, 16, 24))
 REPACKED = Way(True, 31, 2, 0.0, (11, 12, 12, 16))
@@ -142,22 +143,37 @@ def test_which_way_is_better(tmp_path: Path, plain: Way | None, repacked: Way | 
     assert choose_way(path, 2, None, lambda *facts: repacked if facts[2] else plain) == (chosen or repacked)
 
 
+def test_what_only_repacked_weights_cannot_do_costs_only_these(tmp_path: Path) -> None:
+    """Such as memory for a second copy of the weights."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF")
+
+    def probe(gguf: Path, threads: int, repacked: bool, known: Way | None) -> Way | None:
+        if repacked or threads == 3:
+            raise UnusableModel(f"it cannot be loaded {'repacked' if repacked else 'as it is'}")
+        return PLAIN
+
+    assert choose_way(path, 2, None, probe) == PLAIN
+    with pytest.raises(UnusableModel, match="it cannot be loaded repacked"):
+        choose_way(path, 3, None, probe)
+
+
 def test_a_probe_that_did_not_come_to_its_end_is_repeated(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF")
 
     def probe(gguf: Path, threads: int, repacked: bool, known: Way | None) -> Way | None:
         if repacked:
-            raise probing._Unfinished("took too long")
+            raise TrialUnfinished("took too long")
         return PLAIN
 
     assert choose_way(path, 4, None, probe) == PLAIN
     assert choose_way(path, 4, None, lambda *_: REPACKED) == REPACKED
 
     def never(*_: object) -> Way | None:
-        raise probing._Unfinished("took too long")
+        raise TrialUnfinished("took too long")
 
-    with pytest.raises(UnusableModel, match=r"took too long with model\.gguf here: use --engine"):
+    with pytest.raises(TrialUnfinished, match=r"took too long with model\.gguf here: use --engine"):
         choose_way(path, 5, None, never)
 
 
@@ -168,7 +184,7 @@ def test_a_probe_that_did_not_come_to_its_end_costs_nothing_that_was_measured_be
     def once(gguf: Path, threads: int, repacked: bool, known: Way | None) -> Way | None:
         seen.append(repacked)
         if seen.count(repacked) > 1:
-            raise probing._Unfinished("took too long")
+            raise TrialUnfinished("took too long")
         return REPACKED if repacked else PLAIN
 
     assert choose_way(path, 4, None, once) == choose_way(path, 5, None, lambda *facts: REPACKED if facts[2] else PLAIN)

@@ -8,7 +8,7 @@ from time import perf_counter_ns
 import numpy as np
 import pytest
 
-from bridge.errors import EngineFailure, InvalidGrammar
+from bridge.errors import BrokenLogits, EngineFailure, InvalidGrammar
 from bridge.sampling.sampler import Logits
 from services.engines.job import Timed
 from services.engines.scheduler import Scheduler
@@ -194,6 +194,23 @@ async def test_a_sequence_that_violates_its_grammar_fails_alone_and_keeps_its_ca
     sequence.close()
     await drop(scheduler, ids(40))
     assert [len(row.token_ids) for row in engine.forwards[-1]] == [1]
+
+
+async def test_what_a_forward_without_numbers_has_cached_is_not_used_again(
+    engine: Watched, scheduler: Scheduler, sequence: CachedSequence
+) -> None:
+    sequence.replace(0, ids(40))
+
+    def refuse(logits: Logits) -> None:
+        raise BrokenLogits(float("nan"))
+
+    for count in (1, 2):
+        with pytest.raises(BrokenLogits):
+            await asyncio.wait_for(sequence.forward((), refuse), 60)
+        assert scheduler.failure_count == count
+    sequence.close()
+    await drop(scheduler, ids(40))
+    assert [len(row.token_ids) for row in engine.forwards[-1]] == [40] and scheduler.failure_count == 0
 
 
 def best(logits: Logits) -> int:

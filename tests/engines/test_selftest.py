@@ -199,6 +199,25 @@ def test_a_broken_engine_is_refused(directory: Path, dtype: str, mutant: str, mo
         TorchEngine(directory, dtype=dtype, slot_count=2)
 
 
+@pytest.mark.parametrize("width", [1, 4, 16])
+def test_forwards_of_other_widths_are_compared_too(
+    directory: Path, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel that is compiled for one width may be wrong while all others are right."""
+    engine, own = TorchEngine(directory, dtype="float32", slot_count=2), TorchEngine.forward
+
+    def wrong(self: Any, rows: Sequence[Row]) -> list[Logits]:
+        factor = -1 if [len(row.token_ids) for row in rows] == [width] else 1
+        return [factor * logits for logits in own(self, rows)]
+
+    monkeypatch.setattr(TorchEngine, "forward", wrong)
+    self_test = SelfTest.of(load_model(directory, torch.float32).eval())
+    self_test.check(engine)
+    self_test.check(engine, [one for one in (1, 2, 4, 8, 16) if one != width])
+    with pytest.raises(ValueError, match="logits differ"):
+        self_test.check(engine, (1, 2, 4, 8, 16))
+
+
 @pytest.mark.parametrize("dtype", DTYPES if DEEP else DTYPES[1:2])
 @pytest.mark.parametrize("mutant", list(MUTANTS)[:: 1 if DEEP else 3])
 def test_the_noise_of_a_deep_model_hides_no_error(

@@ -1,13 +1,16 @@
 """`--engine auto` chooses the fastest engine with speculation, measured once for a file and a machine."""
 
+import json
 import os
 import select
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -21,7 +24,7 @@ from services.engines.spec import Dtype, EngineOptions, EngineSpec, GaudiOptions
 from services.engines.timing import Timing
 from services.engines.torch.spec import TORCH
 from services.engines.trial import fastest
-from services.errors import DamagedFile
+from services.errors import DamagedFile, TrialUnfinished
 from services.store.cache import CacheUnusable, NoSpace, Report
 
 WIDTHS = (1, 2, 3, 5, 9, 17, 25)
@@ -173,10 +176,33 @@ def test_a_trial_that_failed_for_a_passing_reason_is_repeated(big: Path, tmp_pat
     assert chosen() == "a", "which may well run"
     attempts.costs = {"a": NARROW, "b": WIDE}
     assert chosen() == "a" and attempts.names == ["a", "b", "a", "a"]
-    (file,) = (tmp_path / "cache" / "engines").glob("*.json")
-    yesterday = time.time() - 25 * 3600
-    os.utime(file, (yesterday, yesterday))
+    forget_refusals(tmp_path)
     assert chosen() == "b" and attempts.names == ["a", "b", "a", "a", "b", "b"]
+
+
+def forget_refusals(directory: Path) -> None:
+    """Makes what the cache below a directory remembers older than a refusal may be."""
+    (file,) = (directory / "cache" / "engines").glob("*.json")
+    yesterday = time.time() - 25 * 3600
+    known = json.loads(file.read_text())
+    file.write_text(json.dumps({name: (value, min(when, yesterday)) for name, (value, when) in known.items()}))
+
+
+def test_a_refusal_is_forgotten_though_another_engine_was_measured_meanwhile(big: Path, tmp_path: Path) -> None:
+    """Other work goes on whenever the other engine is measured, so each start writes the file again."""
+    rivals, trials = [engine("a", big), engine("b", big)], list[str]()
+
+    def attempt(name: str, path: Path, options: EngineOptions, deterministic: bool | None) -> trial.Timings:
+        trials.append(name)
+        if name == "a":
+            raise trial._TrialFailed("refused")
+        return [(width, Timing(True, taken_ns)) for width, taken_ns in NARROW]
+
+    for expected in (["a", "b", "b"], ["b", "b"], ["a", "b", "b"]):
+        trials.clear()
+        assert name(fastest(rivals, "model", OPTIONS, report=str, attempt=attempt)) == "b" and trials == expected
+        if expected == ["b", "b"]:
+            forget_refusals(tmp_path)
 
 
 def test_what_another_process_measured_meanwhile_is_taken(big: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,6 +261,34 @@ def test_a_trial_that_takes_too_long_ends_with_all_that_it_started(
     os.close(end)
 
 
+@pytest.mark.parametrize(("error", "passing"), [(UnusableModel, False), (TrialUnfinished, True)])
+def test_a_trial_that_is_to_be_repeated_says_so(
+    error: type[UnusableModel],
+    passing: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its process ends with a status that its starter understands."""
+    refusing = replace(TORCH, open=Mock(side_effect=error("it does not\nload")))
+    monkeypatch.setattr("services.engines.registry.engine_spec", lambda name: refusing)
+    monkeypatch.setattr("sys.argv", ["trial", "torch", str(tmp_path), trial._encoded(OPTIONS, False, False)])
+    with pytest.raises(SystemExit) as ended:
+        trial.main()
+    done = subprocess.CompletedProcess((), ended.value.code, capsys.readouterr().out, "")
+    monkeypatch.setattr(trial, "run", lambda *given, seconds: done)
+    with pytest.raises(trial._TrialFailed, match="it does not load") as failed:
+        trial._attempt("torch", tmp_path, OPTIONS, False, drafts=False)
+    assert failed.value.passing is passing
+
+
+def test_what_a_crashing_library_prints_may_be_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "crashes.py").write_text("import os; os.write(2, b'\\xff'); os.abort()")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    done = measuring.run("crashes", seconds=60)
+    assert (done.returncode, done.stderr) == (-signal.SIGABRT, "\N{REPLACEMENT CHARACTER}")
+
+
 def test_auto_goes_on_with_other_files_if_no_engine_runs_those_of_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.engines.spec.find_spec", lambda name: name in ("ik_llama_cpp", *TORCH.modules))
     monkeypatch.setattr("services.engines.ik_llama.spec.missing_instructions", lambda: "")
@@ -255,6 +309,11 @@ def test_the_only_engine_tries_a_file_by_itself_if_it_can(big: Path) -> None:
         assert name(fastest([only], "model", OPTIONS, report=lines.append, attempt=no_trial)) == chosen
     assert tried == [(big, Weights.REPACKED)] * 2, "a refusal is believed for a day"
     assert lines == ["a is not used: the library crashes with it", "model does not run here with a"]
+    os.utime(big, ns=(3, 3))
+    for _ in range(2):
+        unfinished = replace(only, try_file=Mock(side_effect=TrialUnfinished("it takes more than 120 s")))
+        assert fastest([unfinished], "model", OPTIONS, report=str, attempt=no_trial) is None
+        unfinished.try_file.assert_called_once(), "what was not found out is not remembered"
     rivals, attempts = [only, engine("b", big)], Attempts(a=WIDE, b=NARROW)
     assert name(fastest(rivals, "model", OPTIONS, report=str, attempt=attempts)) == "a" and len(tried) == 2
 

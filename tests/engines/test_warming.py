@@ -55,6 +55,12 @@ def test_warming_goes_on_as_long_as_it_gains_something(device: str, first_ms: in
     assert sorted(set(engine.widths)) == list(range(1, warmed + 1))
 
 
+def test_of_a_slow_engine_forwards_of_one_and_of_eight_tokens_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Timed("cpu", 2600, 2600)
+    monkeypatch.setattr("services.engines.engine.perf_counter_ns", lambda: engine.now_ns)
+    assert [width for width, _ in measure(engine, all_logits=True)] == [1, 8]
+
+
 @pytest.mark.parametrize(("disturbed", "warmed"), [((3,), 5), ((2, 4), 6), ((2, 3, 4), 25)])
 def test_other_work_during_one_forward_does_not_prolong_warming(disturbed: tuple[int, ...], warmed: int) -> None:
     class Disturbed(Timed):

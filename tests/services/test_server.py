@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -254,6 +255,30 @@ async def test_health_is_bad_while_every_forward_fails_and_good_when_one_works_a
     assert scheduler.free_slot_count == engine.slot_count, "the trial has freed its slot"
     scheduler.close()
     assert not health()
+
+
+async def test_health_is_bad_while_a_model_gives_no_numbers() -> None:
+    class Numberless(tiny.HashEngine):
+        broken = True
+
+        def forward(self, rows: Sequence[Row]) -> list[Logits]:
+            return [logits * (np.nan if self.broken else 1) for logits in super().forward(rows)]
+
+    engine = Numberless(tiny.model("byte_level"))
+    scheduler = Scheduler(lambda: engine)
+    health = ModelHealth(scheduler)
+    async with asyncio.timeout(60):
+        scheduler.failure_count = 3
+        for good in (False, True):
+            assert not health()
+            await health._trial
+            assert health() is good
+            engine.broken = False
+            if not good:
+                await health._trial
+                assert health()
+                scheduler.failure_count = 3
+    scheduler.close()
 
 
 class HangingEngine(tiny.HashEngine):

@@ -22,9 +22,10 @@ from random import Random
 from typing import TYPE_CHECKING, TypeAlias
 
 from bridge.errors import UnusableModel
-from services.engines.cpu import cpu_flags, cpu_name
+from services.engines.cpu import cpu_facts
 from services.engines.measuring import alone, library_facts, remember, run, speed
 from services.engines.timing import Timing, timed
+from services.errors import TrialUnfinished
 from services.store.cache import Report, cache_directory
 
 if TYPE_CHECKING:  # it loads a library that may not be installed
@@ -84,7 +85,7 @@ def choose_way(
     """Returns the faster of two ways, of those that give the same logits at every width if there is one.
 
     `repacked`: the only way to try. `report` is called before it measures, which takes a while. Raises `UnusableModel`
-    if the library cannot run the file.
+    if the library cannot run the file, `TrialUnfinished` if that could not be found out.
     """
     file = cache_directory().parent / "ik_llama" / f"{_key(gguf, threads, repacked)}.json"
     if remembered := _read(file):
@@ -95,27 +96,26 @@ def choose_way(
         return _read(file) or _measured(gguf, threads, tries, probe or _probe, file)
 
 
-class _Unfinished(Exception):
-    """A probe ended for want of time or memory; another one may succeed."""
-
-
 def _measured(gguf: Path, threads: int, tries: Sequence[bool], probe: Probe, file: Path) -> Way:
     """Tries ways in turn, and remembers the better one if all probes came to an end."""
-    found, unfinished = dict[bool, Way | None](), ""
+    found, unfinished, refusal = dict[bool, Way | None](), "", ""
     for repacked in tries:
         before = found.get(repacked)
         if repacked in found and before is None:  # it has failed
             continue
         try:
             way = probe(gguf, threads, repacked, before)
-        except _Unfinished as error:
+        except TrialUnfinished as error:
             way, unfinished = before, str(error)  # what was measured in another round still holds
+        except UnusableModel as error:
+            way, refusal = None, str(error)  # the other way may do: repacked weights need memory of their own
         found[repacked] = _combined(before, way) if before and way else way
     plain, repacked_way = found.get(False), found.get(True)
     if plain is None and repacked_way is None:
-        how = unfinished or "ik_llama.cpp crashes"
         remedy = "--engine llamacpp or torch" if len(found) == 2 else "--weights auto"
-        raise UnusableModel(f"{how} with {gguf.name} here: use {remedy}", model=gguf)
+        if unfinished:
+            raise TrialUnfinished(f"{unfinished} with {gguf.name} here: use {remedy}", model=gguf)
+        raise UnusableModel(refusal or f"ik_llama.cpp crashes with {gguf.name} here: use {remedy}", model=gguf)
     disturbed = any(one and one.disturbed for one in found.values())
     way = replace(_better(plain, repacked_way), disturbed=disturbed)
     if not unfinished:
@@ -146,14 +146,14 @@ def _speed(way: Way) -> float:
 def _probe(gguf: Path, threads: int, repacked: bool, known: Way | None) -> Way | None:
     """See `Probe`. Works in another process.
 
-    Raises `UnusableModel` if it refuses the file, `_Unfinished` if time or memory was short.
+    Raises `UnusableModel` if it refuses the file, `TrialUnfinished` if time or memory was short.
     """
     try:
         given = [str(gguf), str(threads), str(int(repacked)), *([json.dumps(asdict(known))] if known else [])]
         done = run(__name__, *given, seconds=_TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired:
         _log.warning("ik_llama.cpp took more than %d s to try %s", _TIMEOUT_SECONDS, gguf.name)
-        raise _Unfinished(f"ik_llama.cpp takes more than {_TIMEOUT_SECONDS} s to start") from None
+        raise TrialUnfinished(f"ik_llama.cpp takes more than {_TIMEOUT_SECONDS} s to start") from None
     last = (done.stdout.strip().splitlines() or [""])[-1]
     if done.returncode == _REFUSED:
         raise UnusableModel(last, model=gguf)
@@ -161,7 +161,7 @@ def _probe(gguf: Path, threads: int, repacked: bool, known: Way | None) -> Way |
         how = signal.Signals(-done.returncode).name if done.returncode < 0 else f"status {done.returncode}"
         _log.warning("ik_llama.cpp ended with %s when it tried %s: %s", how, gguf.name, done.stderr[-500:])
         if done.returncode == -signal.SIGKILL:
-            raise _Unfinished("ik_llama.cpp was killed, probably because memory ran out,")
+            raise TrialUnfinished("ik_llama.cpp was killed, probably because memory ran out,")
         return None
     return _way(last)
 
@@ -176,7 +176,7 @@ def _key(gguf: Path, threads: int, repacked: bool | None) -> str:
     status = gguf.stat()
     with gguf.open("rb") as file:
         head = hashlib.sha256(file.read(1 << 16)).hexdigest()
-    facts = (head, status.st_size, status.st_mtime_ns, cpu_name(), sorted(cpu_flags()), threads, repacked)
+    facts = (head, status.st_size, status.st_mtime_ns, cpu_facts(), threads, repacked)
     library = (version("ik-llama-cpp-python"), library_facts("ik_llama_cpp"), _RULE)
     return hashlib.sha256(repr((facts, library)).encode()).hexdigest()[:24]
 

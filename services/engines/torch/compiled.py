@@ -3,6 +3,7 @@
 Both need fixed shapes, so tokens are padded to the next of a few widths.
 """
 
+import logging
 import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -19,6 +20,8 @@ from services.engines.torch.attention import using
 from services.engines.torch.cache import RaggedBatch, SlotCaches, TokenBatch
 from services.engines.torch.model import TokenLogits
 
+_log = logging.getLogger(__name__)
+
 # Numbers of tokens of compiled forwards. 8 tokens cost a quarter more than 1, so padding costs little.
 _COMPILED_WIDTHS = (1, 8, 16)
 _GRAPH_WIDTHS = (1, 2, 4, 8, 16, 32, 64)
@@ -33,7 +36,9 @@ _COMPILER = {
 
 
 class FastForwards(Protocol):
-    """Runs forwards of few tokens."""
+    """Runs forwards of few tokens. `widths`: the numbers that these are padded to."""
+
+    widths: tuple[int, ...]
 
     def run(self, rows: Sequence[Row], ids: list[int], positions: list[int], wanted: list[int]) -> torch.Tensor | None:
         """Returns logits [`wanted` and possibly padding, vocabulary size], or None if the forward is too large."""
@@ -44,10 +49,11 @@ class CompiledForwards:
     """Compiles forwards for CPUs, which takes minutes. Raises `UnusableModel` if that fails."""
 
     def __init__(self, logits: TokenLogits, caches: SlotCaches) -> None:
+        self.widths: tuple[int, ...] = _COMPILED_WIDTHS
         self._caches = caches
         self._compiled = torch.compile(logits, dynamic=False, fullgraph=True)
         try:
-            for width in _COMPILED_WIDTHS:
+            for width in self.widths:
                 # Not as `options` of `torch.compile`, which are read after it has decided whether weights are
                 # constants. Its reports on the choice of kernels are hidden, because users cannot act on them.
                 with config.patch(_COMPILER), redirect_stderr(StringIO()), warnings.catch_warnings():
@@ -61,7 +67,7 @@ class CompiledForwards:
 
     def run(self, rows: Sequence[Row], ids: list[int], positions: list[int], wanted: list[int]) -> torch.Tensor | None:
         """See `FastForwards`."""
-        width = next((width for width in _COMPILED_WIDTHS if width >= len(ids)), None)
+        width = next((width for width in self.widths if width >= len(ids)), None)
         if width is None:
             return None
         with using(RaggedBatch(self._caches, rows)):
@@ -75,10 +81,12 @@ class GraphForwards:
     """Records a graph for each width and cache length when it first occurs, on CUDA, and replays it from then on.
 
     Tensors hold all inputs that change between forwards: ids, positions, slots. On other devices, for tests, forwards
-    are not recorded but return the same logits. `run` raises `UnusableModel` if recording fails.
+    are not recorded but return the same logits. `run` raises `UnusableModel` if the first one cannot be recorded. Where
+    a later one cannot, because memory has run out, its forwards run without.
     """
 
     def __init__(self, logits: TokenLogits, caches: SlotCaches, device: torch.device) -> None:
+        self.widths: tuple[int, ...] = _GRAPH_WIDTHS
         self._logits, self._caches, self._device = logits, caches, device
         lengths = [min(CONTEXT_STEP, caches.capacity)]
         while lengths[-1] < caches.capacity:
@@ -86,19 +94,27 @@ class GraphForwards:
         self._lengths = lengths
         self._pool: Any = None
         self._recorded: dict[tuple[int, int], tuple[torch.Tensor, Callable[[], torch.Tensor]]] = {}
+        self._failed: set[tuple[int, int]] = set()
 
     def run(self, rows: Sequence[Row], ids: list[int], positions: list[int], wanted: list[int]) -> torch.Tensor | None:
         """See `FastForwards`."""
-        width = next((width for width in _GRAPH_WIDTHS if width >= len(ids)), None)
+        width = next((width for width in self.widths if width >= len(ids)), None)
         length = self._lengths[bisect_left(self._lengths, max(positions) + 1)]
-        if width is None or width * length > _MAX_COPIED:
+        if width is None or width * length > _MAX_COPIED or (width, length) in self._failed:
             return None
         slots = [row.slot for row in rows for _ in row.token_ids]
         # Padded with copies of the last token, which write the same keys and values to the same position.
         lists = (ids, positions, slots, wanted or [0])
         filled = torch.tensor([one + one[-1:] * (width - len(one)) for one in lists])
         if (width, length) not in self._recorded:
-            self._recorded[width, length] = self._record(filled.to(self._device), length)
+            try:
+                self._recorded[width, length] = self._record(filled.to(self._device), length)
+            except UnusableModel as error:
+                if not self._recorded:
+                    raise
+                self._failed.add((width, length))
+                _log.warning("forwards of %d tokens and %d positions run without a graph: %s", width, length, error)
+                return None
         inputs, replay = self._recorded[width, length]
         inputs.copy_(filled)
         return replay()

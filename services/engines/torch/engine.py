@@ -28,7 +28,7 @@ from services.engines.torch.invariant import (
     routes_tokens,
     size_of,
 )
-from services.engines.torch.model import TokenLogits, context_limit, load_model, quantize
+from services.engines.torch.model import TokenLogits, context_limit, is_out_of_memory, load_model, quantize
 from services.engines.torch.packed import computes_bfloat16, pack
 
 _log = logging.getLogger(__name__)
@@ -37,8 +37,6 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 # Measured: the difference of a position's two best logits varied over widths 1 to 16 on SmolLM2-135M and Gemma-3-270M
 # by at most 0.75 in bfloat16 and 3e-5 in float32. float16 has three bits more than bfloat16.
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.75, torch.float16: 0.1}
-# What torch writes where the system refuses memory; on CUDA it raises `OutOfMemoryError`.
-_CPU_FULL = "can't allocate memory"
 
 
 class TorchEngine:
@@ -99,7 +97,7 @@ class TorchEngine:
                     narrow_test.check(self)
             if compiled:
                 self._fast = self._made_fast()
-                self_test.check(self)
+                self_test.check(self, self._fast.widths)
         except UnusableModel:
             raise
         except Exception as error:  # an unsupported model can fail with errors of many types
@@ -259,7 +257,7 @@ class TorchEngine:
         return counter.byte_count
 
     def _unusable(self, reason: Exception) -> UnusableModel:
-        if isinstance(reason, torch.OutOfMemoryError) or _CPU_FULL in str(reason):
+        if is_out_of_memory(reason):
             return UnusableModel(
                 f"the model and {self.slot_count} sequences do not fit into the memory of {self.device} "
                 f"({' '.join(str(reason).split())[:200]}): decrease --kv-memory or --slots, or choose a smaller model"

@@ -21,6 +21,8 @@ from services.store.convert import dtype_keyword
 # Kinds of layers that support rollback.
 _KINDS = {"full_attention", "sliding_attention"}
 _DEFAULT_CONTEXT = 2048
+# What torch writes where the system refuses memory; on CUDA it raises `OutOfMemoryError`.
+_CPU_FULL = "can't allocate memory"
 
 
 class TokenLogits(torch.nn.Module):
@@ -87,6 +89,12 @@ def _readable(source: Path) -> Iterator[None]:
     except UnusableModel:
         raise
     except Exception as error:
+        if is_out_of_memory(error):
+            raise UnusableModel(
+                f"the model in {source} does not fit into memory ({' '.join(str(error).split())[:200]}): choose a "
+                "smaller model or dtype, or free memory",
+                model=source,
+            ) from error
         if "trust_remote_code" in str(error):
             raise UnusableModel(
                 f"the model in {source} needs Python code of its directory to be run, which is refused: {REMEDY}",
@@ -100,6 +108,11 @@ def _readable(source: Path) -> Iterator[None]:
             f"whole and that it is a causal language model, or {remedy}",
             model=source,
         ) from error
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Returns whether memory was too small, which torch reports for the CPU as a plain error."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or _CPU_FULL in str(error)
 
 
 def quantize(model: Any) -> None:
