@@ -14,7 +14,7 @@ from functools import partial
 from time import perf_counter_ns
 from typing import TypeAlias
 
-from bridge.errors import DraftBridgeError, TargetFault
+from bridge.errors import DraftBridgeError
 from bridge.loop import speculate
 from bridge.planning.estimates import RequestEstimates, TargetEstimates
 from bridge.planning.planner import Mode, Planner
@@ -101,8 +101,7 @@ async def generate(
     Raises `InvalidRequest` for a request that the target cannot serve, and the errors of `speculate`.
     """
     started = clock() if started_ns is None else started_ns
-    prompt, end_id = await run(rendering_threads(request, model), _prepared, request, model)
-    max_tokens = token_room(request, model, prompt.ids)
+    prompt, end_id, max_tokens = await run(rendering_threads(request, model), _prepared, request, model)
     unshared = TargetEstimates(model.forward_costs)
     estimates = estimates or (lambda: unshared)
     next_draft = next_draft if request.speculation.allows(DRAFT) else None
@@ -145,9 +144,9 @@ async def generate(
                 own_estimates.use_target(estimates())
                 first_token_ns = first_token_ns or clock() - started
                 finish_reason = outcome.result.finish_reason
-                # Without max_tokens the context is the limit, and the target reports its end.
-                if finish_reason is not FinishReason.STOP and tape.generated_token_count == request.max_tokens:
-                    finish_reason = FinishReason.LENGTH
+                if finish_reason is not FinishReason.STOP and tape.generated_token_count == max_tokens:
+                    # Without a limit of the request that is the context; a replica with a longer one does not say so.
+                    finish_reason = FinishReason.LENGTH if request.max_tokens else FinishReason.CONTEXT_FULL
                 delta = _delta(text, outcome, final=finish_reason is not None)
                 sent += len(delta.token_ids)
                 sent_bytes += sum(map(len, outcome.data[: len(delta.token_ids)]))
@@ -159,8 +158,7 @@ async def generate(
                 if text.stopped:
                     finish_reason = FinishReason.STOP
                     break
-    if finish_reason is None:
-        raise TargetFault("it ended the text without a finish reason")
+    assert finish_reason is not None, "the loop ends with one, or with an error"
     statistics.finish(opened)
     statistics.plan_summary = planner.summary(sources.state)
     statistics.note = sources.note or (_OVERDUE if sources.state and sources.state.overdue else "")
@@ -176,15 +174,17 @@ async def generate(
     )
 
 
-def _prepared(request: Request, model: Model) -> tuple[Rendering, int | None]:
+def _prepared(request: Request, model: Model) -> tuple[Rendering, int | None, int]:
     """Checks a request and renders it, which takes time for a long prompt, or for biases of a whole vocabulary.
 
-    Also returns the id that is proposed for the end of the text; in a chat, that of the end of the assistant's turn.
+    Also returns the id that is proposed for the end of the text, in a chat that of the end of the assistant's turn, and
+    the limit on generated tokens.
     """
     check(request, model.has_all)
     is_chat = isinstance(request.input, Chat)
     end_id = end_of_turn(model) if is_chat else next(iter(model.special_ids.eos), None)
-    return render(request, model, model), end_id
+    prompt = render(request, model, model)
+    return prompt, end_id, token_room(request, model, prompt.ids)
 
 
 async def _find_draft(

@@ -1,6 +1,5 @@
 """Defines a user's request, checks it before anything runs, and renders its prompt in a model's tokens."""
 
-import json
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
@@ -11,7 +10,7 @@ from bridge.errors import EmptyPrompt, InvalidField, MaxTokensTooLarge, PromptTo
 from bridge.planning.planner import Mode, SpeculationParameters
 from bridge.sampling.sampler import SamplingParameters
 from bridge.sources import SOURCES
-from bridge.text.chat import Chat, chat_threads, check_tools, render_chat, render_ids_for, render_text_for
+from bridge.text.chat import Chat, byte_count, chat_threads, check_tools, render_chat, render_ids_for, render_text_for
 from bridge.text.models import Model
 from bridge.text.vocabulary import Rendering
 from bridge.threads import threads_for
@@ -46,17 +45,11 @@ class Request:
         """Returns the size of the input, which the time to render it depends on."""
         match self.input:
             case str(text):
-                return _byte_count(text)
-            case Chat(messages, variables):
-                further = [dict(variables), *(dict(one.fields) for one in messages)]
-                spoken = sum(_byte_count(one.role) + _byte_count(one.content) for one in messages)
-                return spoken + _byte_count(json.dumps(further, ensure_ascii=False))
+                return byte_count(text)
+            case Chat() as chat:
+                return chat.byte_count
             case ids:
                 return 4 * len(ids)
-
-
-def _byte_count(text: str) -> int:
-    return len(text.encode("utf-8", "surrogatepass"))  # `check` refuses lone surrogates
 
 
 def check(request: Request, has_all: Callable[[Sequence[int]], bool] | None = None) -> None:

@@ -281,12 +281,16 @@ class RequestEstimates:
     def _observe_candidates(self, outcome: Outcome, plan: Plan, offers: Sequence[Offer]) -> None:
         result, tried = outcome.result, outcome.tried
         verified = _verified(tried, result.accepted_token_count, len(tried.token_ids))
-        drafted = [(place, right) for place, (source, _, right) in enumerate(verified, start=1) if source == DRAFT]
+        drafted = _drafted(verified)
         for offer in offers:
-            # What a source proposes at once shows its chances even if it was not worth verifying.
-            if not {DRAFT, *tried.sources}.intersection(offer.sources):
+            # What a source proposes at once, or a draft in its turn, shows its chances even if it was not worth
+            # verifying. Otherwise a draft that is right only where it is sure would seem to be right always.
+            known = plan.pace.turns or DRAFT not in offer.sources
+            if known and not set(tried.sources).intersection(offer.sources):
                 agreed = common_prefix_length(offer.token_ids, result.token_ids)
-                verified += _verified(offer, agreed, len(result.token_ids))
+                judged = _verified(offer, agreed, len(result.token_ids))
+                drafted += _drafted(judged)
+                verified += judged
         for name, chances in self.chances.items():
             chances.observe([(evidence, right) for source, evidence, right in verified if source == name])
         if self.draft:
@@ -309,3 +313,8 @@ def _verified(offer: Offer, right_count: int, known_count: int) -> list[tuple[st
     end = min(right_count + 1, known_count)
     pairs = zip(offer.sources[:end], offer.evidence[:end], strict=True)
     return [(source, evidence, float(place < right_count)) for place, (source, evidence) in enumerate(pairs)]
+
+
+def _drafted(verified: Sequence[tuple[str, float, float]]) -> list[tuple[float, float]]:
+    """Returns the positions of a draft's candidates among verified ones, from 1 on, and whether each was right."""
+    return [(place, right) for place, (source, _, right) in enumerate(verified, start=1) if source == DRAFT]

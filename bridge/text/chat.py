@@ -4,11 +4,13 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from bridge.errors import DraftBridgeError, InvalidField, InvalidRequest, UnusableModel
 from bridge.text.json_objects import read_object
 from bridge.text.models import Model, derived
+from bridge.text.string_matcher import StringMatcher
 from bridge.text.vocabulary import Marks, Rendering
 from bridge.threads import is_large
 
@@ -34,13 +36,32 @@ class Chat:
     messages: tuple[Message, ...]
     variables: Mapping[str, Any] = field(default_factory=dict)
 
+    @cached_property
+    def byte_count(self) -> int:
+        """Returns the size of all of it. The first time, this takes as long as writing it."""
+        further = [dict(self.variables), *(dict(one.fields) for one in self.messages)]
+        texts = [text for one in self.messages for text in (one.role, one.content)]
+        return sum(map(byte_count, texts)) + byte_count(json.dumps(further, ensure_ascii=False))
+
+
+def measured(chat: Chat) -> Chat:
+    """Computes the chat's size, and returns the chat. Large ones are read in a thread, where this delays nobody."""
+    assert chat.byte_count >= 0
+    return chat
+
+
+def byte_count(text: str) -> int:
+    """Returns the size of a text in UTF-8, also of one with lone surrogates, which a request may have."""
+    return len(text.encode("utf-8", "surrogatepass"))
+
 
 def render_chat(model: Model, chat: Chat) -> Rendering:
     """Renders a chat in the model's own template, or as a plain transcript without one, up to the assistant's turn.
 
     A control token spelled in a message, or in any other value from the user, is plain text: a mark that occurs in no
     value splits it before rendering, and its two parts are encoded separately. This holds for a template that copies,
-    trims, cuts or joins values, but not for one that makes new text of their single characters.
+    trims, cuts or joins values, but not for one that makes new text of their single characters. Not split is what the
+    template looks for in the assistant's own messages; see `Model.assistant_markup`.
     Raises `InvalidField` for a chat that the template refuses, `UnusableModel` for a template that fails.
     """
     for name in chat.variables:
@@ -180,6 +201,9 @@ def _rendered(model: Model, chat: Chat, *, add_generation_prompt: bool) -> tuple
         return _shield(text, model, marks)
 
     messages = _each_text(given, shield)
+    for shielded, one in zip(messages, chat.messages, strict=True):
+        if one.role == "assistant":
+            shielded["content"] = _shield(one.content, model, marks, model.assistant_markup)
     if not model.chat_template:
         # Any language model, even without instruction tuning, continues a transcript.
         turns = [f"{one['role'].capitalize()}: {one['content']}\n\n" for one in messages]
@@ -294,24 +318,26 @@ def _each_text(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
-def _shield(text: str, model: Model, marks: Marks) -> str:
+def _shield(text: str, model: Model, marks: Marks, markup: StringMatcher | None = None) -> str:
     """Returns `text` with its markup split after the first character, or marked as literal if that is all of it.
 
     A start or end of the text that could become markup together with what stands next to it is split off, too.
+    `markup`: by default, all of the model's.
     """
-    shielded = _broken(text, model, marks)
+    markup = markup or model.markup
+    shielded = _broken(text, model, marks, markup)
     while model.vocabulary.normalizes_added:
         # A split may reveal other markup, so this repeats until nothing changes.
-        again = marks.split.join(_broken(part, model, marks) for part in shielded.split(marks.split))
+        again = marks.split.join(_broken(part, model, marks, markup) for part in shielded.split(marks.split))
         if again == shielded:
             break
         shielded = again
-    begins, ends = model.markup.may_join(text)
+    begins, ends = markup.may_join(text)
     return marks.split * begins + shielded + marks.split * ends
 
 
-def _broken(text: str, model: Model, marks: Marks) -> str:
-    places = {(start + (end - start > 1), end - start > 1) for start, end in model.vocabulary.spans(text, model.markup)}
+def _broken(text: str, model: Model, marks: Marks, markup: StringMatcher) -> str:
+    places = {(start + (end - start > 1), end - start > 1) for start, end in model.vocabulary.spans(text, markup)}
     broken, done = "", 0
     for place, split in sorted(places):
         if text[place - 1 : place] != marks.literal:

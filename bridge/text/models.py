@@ -1,5 +1,6 @@
 """Defines a model as its server reports it; the bridge never reads a model's files."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
@@ -62,11 +63,26 @@ class Model:
 
         These are special tokens, eos ids, and the added tokens that the chat template writes, special or not.
         """
-        words = self.vocabulary
-        ends = {words.name(id_) for id_ in self.special_ids.eos}
-        added = (token.content for token in words.added.values())
-        written = {text for text in added if text.strip() and text in self.chat_template}
-        return StringMatcher(words.controls.strings | ends | written)
+        return StringMatcher(self._ends_and_controls | self._written)
+
+    @cached_property
+    def assistant_markup(self) -> StringMatcher:
+        """Finds the same in what the assistant has said, but not the tokens that the chat template looks for in it.
+
+        With these, such as `</think>`, the assistant has divided its text, and the template leaves out a part of it.
+        """
+        looked_for = {text for text in self._written if _looks_for(self.chat_template, text)}
+        return StringMatcher(self._ends_and_controls | (self._written - looked_for))
+
+    @property
+    def _ends_and_controls(self) -> frozenset[str]:
+        return self.vocabulary.controls.strings | {self.vocabulary.name(id_) for id_ in self.special_ids.eos}
+
+    @property
+    def _written(self) -> set[str]:
+        """The added tokens that the chat template contains."""
+        added = (token.content for token in self.vocabulary.added.values())
+        return {text for text in added if text.strip() and text in self.chat_template}
 
     @property
     def id_limit(self) -> int:
@@ -112,6 +128,12 @@ class Model:
         if id_ in there.eos and here.eos:
             return here.eos[0]
         return self.vocabulary.control_id(source.vocabulary.name(id_))
+
+
+def _looks_for(template: str, text: str) -> bool:
+    """Returns whether a template divides texts at a string, or asks whether they contain it."""
+    quoted = rf"""(?:'{re.escape(text)}'|"{re.escape(text)}")"""
+    return re.search(rf"split\(\s*{quoted}|{quoted}\s+(?:not\s+)?in\b", template) is not None
 
 
 def derived(function: Callable[[Model], T]) -> Callable[[Model], T]:

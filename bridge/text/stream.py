@@ -23,7 +23,7 @@ class TextStream:
     """
 
     def __init__(self, stop: Sequence[str] = ()) -> None:
-        self._stop = tuple(stop)
+        self._stop = [_StopString(one) for one in stop]
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
         # The sources of the bytes that are not decoded yet, and of those of the text that `spans` was not asked for.
@@ -34,12 +34,14 @@ class TextStream:
     def push(self, data: bytes, source: str = "", *, final: bool = False) -> str:
         """Takes bytes that `source` proposed and returns the text that can be sent, which is all of it if `final`."""
         assert not self.stopped
+        begin = len(self._held)
         self._held += self._decoded(data, source, final)
-        found = [(start + len(stop), start) for stop in self._stop if (start := self._held.find(stop)) >= 0]
-        if found:
-            self.stopped = True
-            return self._held[: min(found)[1]]
-        sent = len(self._held) - (0 if final else self._stop_prefix_length())
+        for end in range(begin + 1, len(self._held) + 1) if self._stop else ():
+            # Of several that end here, the longest one counts: it began first.
+            if length := max(one.add(self._held[end - 1]) for one in self._stop):
+                self.stopped = True
+                return self._held[: end - length]
+        sent = len(self._held) - (0 if final else max((one.begun for one in self._stop), default=0))
         text, self._held = self._held[:sent], self._held[sent:]
         return text
 
@@ -63,9 +65,26 @@ class TextStream:
         self._sources += names
         return text
 
-    def _stop_prefix_length(self) -> int:
-        """Returns the length of the longest end of the held text with which a stop string begins."""
-        held = self._held
-        lengths = ((stop, range(min(len(stop) - 1, len(held)), 0, -1)) for stop in self._stop)
-        found = (next((n for n in some if held.endswith(stop[:n])), 0) for stop, some in lengths)
-        return max(found, default=0)
+
+class _StopString:
+    """Finds a stop string in a text in constant time per character, after Knuth, Morris and Pratt (1977).
+
+    `begun`: the length of the longest end of the text with which the string begins.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._text, self.begun = text, 0
+        # By length of a beginning: that of the longest shorter one with which it ends.
+        self._shorter = [0, 0]
+        for character in text[1:]:
+            self._shorter.append(self._longer(self._shorter[-1], character))
+
+    def _longer(self, length: int, character: str) -> int:
+        while length and self._text[length] != character:
+            length = self._shorter[length]
+        return length + (self._text[length] == character)
+
+    def add(self, character: str) -> int:
+        """Adds a character to the text. Returns the length of the string if it is complete, else 0."""
+        self.begun = self._longer(self.begun, character)
+        return self.begun if self.begun == len(self._text) else 0

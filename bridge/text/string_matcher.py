@@ -8,21 +8,31 @@ from functools import cached_property
 class StringMatcher:
     """Finds every occurrence of given strings in a text.
 
-    Strings are looked up by first character and length: there can be thousands, and a regular expression that lists
-    them all is slow.
+    Strings are looked up by their beginning and length: there can be thousands, and a regular expression that lists
+    them all is slow. Beginnings are as long as the shortest string with the same first character.
     """
 
     def __init__(self, strings: Iterable[str]) -> None:
         self.strings = frozenset(string for string in strings if string)
-        first = "".join(sorted({re.escape(string[0]) for string in self.strings}))
+        self._shortest = dict[str, int]()
+        for string in self.strings:
+            self._shortest[string[0]] = min(len(string), self._shortest.get(string[0], len(string)))
+        self._after = dict[str, set[int]]()
+        for string in self.strings:
+            self._after.setdefault(string[: self._shortest[string[0]]], set()).add(len(string))
+        first = "".join(map(re.escape, sorted(self._shortest)))
         self._first = re.compile(f"[{first}]" if first else r"(?!)")
         self._lengths = sorted({len(string) for string in self.strings})
 
     def find(self, text: str) -> set[tuple[int, int]]:
         """Returns the start and end, in characters, of every occurrence, overlapping ones included."""
-        starts = [match_.start() for match_ in self._first.finditer(text)]
-        spans = ((start, start + length) for start in starts for length in self._lengths)
-        return {(start, end) for start, end in spans if text[start:end] in self.strings}
+        found = set[tuple[int, int]]()
+        for match_ in self._first.finditer(text):
+            start = match_.start()
+            beginning = text[start : start + self._shortest[match_[0]]]
+            ends = (start + length for length in self._after.get(beginning, ()))
+            found.update((start, end) for end in ends if text[start:end] in self.strings)
+        return found
 
     def may_join(self, text: str) -> tuple[bool, bool]:
         """Returns whether the text's start, and its end, could become part of a string next to one of the strings."""

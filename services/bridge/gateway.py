@@ -38,6 +38,8 @@ from services.traces import NO_TRACES, Stages, Traces
 
 # The codes of requests that are the client's mistake, or exceed a limit: nothing is broken.
 _REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.RESOURCE_EXHAUSTED)
+# The size of a prompt that takes as long to check as one bias of a logit.
+_BIAS_BYTES = 16
 _NO_MEMORY = "this bridge does not learn from the outputs of tenants: start it with --ngram-memory"
 
 
@@ -230,11 +232,11 @@ class Gateway:
         with self._request() as running, ExitStack() as stack:
             if self.counts.active > self._max_requests:
                 raise BridgeBusy(self._max_requests)
-            check(request)
             check_bytes("the prompt", request.input_byte_count, self.prompt_limit_bytes)
+            threads = threads_for(request.input_byte_count + _BIAS_BYTES * len(request.sampling.logit_bias))
+            prompt = await run(threads, _checked, request) if threads else _checked(request)
             target = self.zoo.target(target_name)
             grammar = await self._grammar(request, target)
-            prompt = blocks_of(request)
             verifier = ResumingVerifier(
                 self._balancer,
                 lambda: self._able(request, target),
@@ -320,6 +322,12 @@ class Gateway:
         """Returns the replicas of a target that can obey the request's grammar, if it has one."""
         grammar = request.sampling.grammar
         return [one for one in self.zoo.replicas(target) if one.description.grammars or not grammar]
+
+
+def _checked(request: Request) -> list[bytes]:
+    """Checks a request, and returns what identifies the beginnings of its prompt; see `blocks_of`."""
+    check(request)
+    return blocks_of(request)
 
 
 def _served(model: Model) -> ServedModel:

@@ -234,7 +234,8 @@ class _Door:
             self._arriving_bytes -= counted
         # Checked before the body, which can take some tenths of a second; the caller takes room for all choices.
         with self.room(kind, 1, key):
-            return read_body(kind, bytes(body)), len(body)
+            threads, data = threads_for(len(body)), bytes(body)
+            return await run(threads, read_body, kind, data) if threads else read_body(kind, data), len(body)
 
     async def models(self, request: HttpRequest) -> Response:
         """Lists the targets, which `model` may name, and under our name the drafts."""

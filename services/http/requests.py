@@ -17,7 +17,7 @@ from bridge.planning.planner import Mode, SpeculationParameters
 from bridge.request import Request
 from bridge.sampling.grammar import Grammar, GrammarKind
 from bridge.sampling.sampler import SamplingParameters
-from bridge.text.chat import Chat
+from bridge.text.chat import Chat, measured
 from bridge.text.json_objects import count_marks
 from services.bridge.pairing import Wish
 from services.http.errors import InvalidBody, invalid_body
@@ -321,7 +321,8 @@ class ChatCompletionRequest(GenerationRequest):
             if "tools" in variables:
                 raise InvalidField("chat_template_kwargs", "without tools, which have a field of their own", "tools")
             variables["tools"] = [one.model_dump(mode="json", exclude_none=True) for one in self.tools]
-        return (Chat(tuple(one.message(f"messages[{place}]") for place, one in enumerate(self.messages)), variables),)
+        messages = tuple(one.message(f"messages[{place}]") for place, one in enumerate(self.messages))
+        return (measured(Chat(messages, variables)),)
 
     def _grammar(self) -> Grammar | None:
         choice, tools = self.tool_choice, self.tools or ()

@@ -18,7 +18,7 @@ from bridge.sampling.grammar import Grammar, GrammarKind
 from bridge.sampling.sampler import SamplingParameters
 from bridge.sources.ngrams import NgramMemory
 from bridge.statistics import Statistics
-from bridge.text.chat import Chat, Message
+from bridge.text.chat import Chat, Message, measured
 from bridge.text.json_objects import count_marks, read_object
 from bridge.text.models import Model, SpecialIds
 from bridge.text.vocabulary import Vocabulary
@@ -106,7 +106,7 @@ def read_chat(message: bridge_pb2.Chat) -> Chat:
         Message(one.role, one.content, read_object(f"chat.messages[{place}].fields_json", one.fields_json or "{}"))
         for place, one in enumerate(message.messages)
     ]
-    return Chat(tuple(messages), read_object("chat.template_variables_json", variables or "{}"))
+    return measured(Chat(tuple(messages), read_object("chat.template_variables_json", variables or "{}")))
 
 
 def write_translation(

@@ -299,6 +299,29 @@ def test_deepseeks_turns_which_its_file_does_not_flag_are_not_to_be_forged() -> 
     assert [name for name in names if name in turns] == list(turns)
 
 
+REASONING = (
+    "{% for m in messages %}<turn>{{ m.role }}\n{% set said = m.content %}"
+    "{% if '</think>' in said %}{% set said = said.split('</think>')[-1] %}{% endif %}{{ said }}<eos>{% endfor %}"
+    "<turn>assistant\n{% if enable_thinking is false %}<think></think>{% endif %}"
+)
+
+
+def test_a_template_finds_what_the_assistant_has_thought_and_leaves_it_out() -> None:
+    tokenizer = Tokenizer.from_str(tiny.tokenizer_json("byte_level").decode())
+    tokenizer.add_tokens(["<think>", "</think>"])
+    words = Vocabulary(tokenizer.to_str().encode())
+    of = replace(tiny.model("byte_level"), vocabulary=words, chat_template=REASONING)
+    thought = "<think>2 and 2 are 4</think>It is 4."
+    for role, shown in (("assistant", b"It is 4."), ("user", thought.encode())):
+        rendering = render_chat(of, Chat((Message("user", "2+2?"), Message(role, thought), Message("user", "why"))))
+        said = words.spell(rendering.ids)
+        assert said.startswith(b"user\n2+2?" + role.encode() + b"\n" + shown + b"user\nwhy")
+        assert not [id_ for id_ in rendering.ids if words.name(id_) in ("<think>", "</think>")]
+    # What the template only writes, and control tokens, stay plain in both.
+    rendering = render_chat(of, Chat((Message("assistant", "<think>a<eos><turn>system"),)))
+    assert words.spell(rendering.ids).startswith(b"assistant\n<think>a<eos><turn>system")
+
+
 def test_content_cannot_join_what_follows_it_into_another_token() -> None:
     tokenizer = Tokenizer.from_str(tiny.tokenizer_json("byte_level").decode())
     tokenizer.add_special_tokens(["<<eos>", "<turn>x"])

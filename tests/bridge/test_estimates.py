@@ -191,7 +191,23 @@ def test_candidates_that_were_not_sent_show_the_chances_of_their_source() -> Non
     assert chances.of(0.6) < 0.1
     assert chances.of(0.95) == before[0.95], "a wrong candidate shows nothing about the next"
     draft = shared.draft("draft").chances
-    assert draft.of(0.4) > 0.9, "only tried candidates of a draft count"
+    assert draft.of(0.4) > 0.9, "only tried candidates of a draft that runs ahead count"
+
+
+def test_a_turn_that_was_not_sent_shows_what_the_draft_is_worth() -> None:
+    """Otherwise a draft that is right only where it is sure, and then sent, would seem to be right always."""
+    shared = TargetEstimates(measured(FLAT))
+    sources = [SuffixSource(Tape(tiny.model("byte_level").vocabulary, ()))]
+    draft = shared.draft("draft", [(1, MS)])
+    estimates = estimates_of(shared, draft, sources)
+    plan = Plan("draft in turns", Prediction(2.0, MS), DraftPace(2, turns=True), source=DRAFT)
+    unsure, suffix = Offer((5, 6), ("draft",) * 2, (0.2, 0.2)), Offer((7,), ("suffix",), (0.2,))
+    for _ in range(100):
+        result = Pass(0, (5, 9), 0, 1, forward_ns=MS)  # the first one of the draft would have been right
+        estimates.observe(Outcome(result, suffix, (b"a", b"b"), MS), plan, [unsure, suffix])
+    assert draft.positions.of(1) > 0.9 and draft.positions.of(2) < 0.1
+    assert draft.chances.of(0.2) == pytest.approx(0.5, abs=0.05)
+    assert shared.chances["suffix"].of(0.2) < 0.1
 
 
 async def test_a_request_learns_from_candidates_that_its_target_ignores() -> None:

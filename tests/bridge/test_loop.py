@@ -1,7 +1,6 @@
 """Whatever the draft proposes, the text is the target's own."""
 
 import asyncio
-from collections.abc import AsyncGenerator
 from contextlib import aclosing, closing
 from dataclasses import replace
 from random import Random
@@ -10,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge.errors import TargetFault, Unreachable
-from bridge.generation import generate
+from bridge.errors import Unreachable
+from bridge.generation import Finished, generate
 from bridge.loop import speculate
 from bridge.planning.estimates import RequestEstimates, TargetEstimates
 from bridge.planning.planner import Mode, Planner, SpeculationParameters
 from bridge.planning.prediction import Plan, Prediction
-from bridge.ports import FinishReason, Pass, Proposal, Sync
+from bridge.ports import FinishReason, Proposal, Sync
 from bridge.request import Request, render
 from bridge.sampling.sampler import Choice, History, Logits, Sampler, SamplingParameters
 from bridge.sources.draft import DraftSource
@@ -297,25 +296,19 @@ async def test_a_full_context_ends_the_text() -> None:
     assert finished.finish_reason is FinishReason.CONTEXT_FULL
 
 
-async def test_a_target_that_ends_the_text_without_a_reason_is_at_fault() -> None:
+@pytest.mark.parametrize("max_tokens", [None, 5])
+async def test_a_replica_with_a_longer_context_ends_the_text_where_the_first_one_would(max_tokens: int | None) -> None:
+    """A request may move to one in the middle of its text; its limit was found out before."""
     model = tiny.model("byte_level", context_length=30)
-    scheduler = tiny.scheduler(tiny.HashEngine(model, seed=4))
-
-    class Silent(TargetSession):
-        """Reports no reason for the end of a text."""
-
-        async def passes(self) -> AsyncGenerator[Pass, None]:
-            async for result in super().passes():
-                yield replace(result, finish_reason=None)
-
-    with (
-        closing(Silent(model, scheduler, tiny.sampler(model))) as session,
-        pytest.raises(TargetFault, match="without a finish reason"),
-    ):
-        async for _ in generate(Request(PROMPT), model, session):
-            pass
-    assert scheduler.free_slot_count == scheduler.engine.slot_count
+    longer = replace(model, context_length=60)
+    scheduler = tiny.scheduler(tiny.HashEngine(longer, seed=4))
+    with closing(TargetSession(longer, scheduler, tiny.sampler(longer))) as session:
+        *_, finished = [event async for event in generate(Request(PROMPT, max_tokens=max_tokens), model, session)]
     scheduler.close()
+    assert isinstance(finished, Finished)
+    count = 30 - len(render(Request(PROMPT), model, model).ids)
+    assert finished.generated_token_count == (max_tokens or count)
+    assert finished.finish_reason is (FinishReason.LENGTH if max_tokens else FinishReason.CONTEXT_FULL)
 
 
 async def test_a_stop_string_in_the_middle_of_a_pass_ends_the_text_there() -> None:

@@ -88,6 +88,13 @@ def test_a_prompt_has_the_size_of_all_that_is_encoded(input_: str | Chat | tuple
     assert Request(input_).input_byte_count == size
 
 
+def test_the_size_of_a_chat_is_computed_once_for_all_requests_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = Request(Chat((Message("user", "hi"),), {"tools": ["a" * 100]}))
+    assert base.input_byte_count > 100
+    monkeypatch.setattr("json.dumps", None)
+    assert replace(base, seed=1).input_byte_count == base.input_byte_count
+
+
 @pytest.mark.parametrize("input_", ["a\ud800", Chat((Message("user", "\udfffb"),))])
 async def test_lone_surrogates_are_refused(input_: str | Chat) -> None:
     target = tiny.model("byte_level")

@@ -59,6 +59,31 @@ def test_long_stop_strings_that_nearly_match_take_no_time() -> None:
         assert time.thread_time() - started < 0.05, "it takes 2 ms; with longer strings it took seconds"
 
 
+@given(st.lists(st.text("ab", min_size=1, max_size=6), max_size=4), st.lists(st.text("abc", max_size=5), max_size=12))
+def test_what_is_sent_is_what_a_search_from_the_beginning_would_send(stop: list[str], pieces: list[str]) -> None:
+    stream, text, sent = TextStream(stop), "", ""
+    for place, piece in enumerate(pieces):
+        text += piece
+        sent += stream.push(piece.encode(), final=place == len(pieces) - 1)
+        ends = [(text.find(one) + len(one), text.find(one)) for one in stop if one in text]
+        assert stream.stopped is bool(ends)
+        if ends:
+            assert sent == text[: min(ends)[1]]
+            return
+        held = max((n for one in stop for n in range(len(one)) if text.endswith(one[:n])), default=0)
+        assert sent == (text if place == len(pieces) - 1 else text[: len(text) - held])
+
+
+def test_many_long_stop_strings_of_which_one_is_always_begun_take_no_time() -> None:
+    stop = ["a" * 2048 + "b", *("a" * place + "b" + "a" * (30 - place) for place in range(63))]
+    stream = TextStream(stop)
+    stream.push(b"a" * 2048)
+    started = time.thread_time()
+    for _ in range(25):
+        assert stream.push(b"aaaa") == "aaaa"
+    assert time.thread_time() - started < 0.05, "it takes 3 ms; it took 180"
+
+
 def test_characters_are_never_sent_in_halves() -> None:
     stream = TextStream()
     assert [stream.push(bytes([byte])) for byte in "é🎉".encode()] == ["", "é", "", "", "", "🎉"]
