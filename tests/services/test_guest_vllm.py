@@ -99,6 +99,15 @@ class Engine:
         return new[: count + 1]
 
 
+class Group(SimpleNamespace):
+    """A tensor-parallel group, of which this process is `rank_in_group`: `sent` is what its first rank has sent."""
+
+    def broadcast_object(self, found: Any, src: int) -> Any:
+        if self.rank_in_group == src:
+            self.sent.append(found)
+        return self.sent[-1]
+
+
 PROMPTS = [[n % VOCABULARY, *(Random(n).choices(range(VOCABULARY), k=n % 25))] for n in range(12)]
 
 
@@ -112,7 +121,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNam
     tokenizer.chat_template = CHAT_TEMPLATE
     modules: dict[str, dict[str, Any]] = {
         "vllm": {},
-        "vllm.distributed": {"get_tensor_model_parallel_rank": lambda: 0},
+        "vllm.distributed": {"get_tp_group": lambda: Group(rank_in_group=0)},
         "vllm.tokenizers": {"cached_tokenizer_from_config": lambda config: tokenizer},
         "vllm.v1": {},
         "vllm.v1.sample": {"rejection_sampler": SimpleNamespace(expand_batch_to_tokens=expand_batch_to_tokens)},
@@ -130,14 +139,22 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNam
 
 
 def config(
-    model: SimpleNamespace, replica: int = 0, device: str = "cpu", stages: int = 1, **settings: object
+    model: SimpleNamespace,
+    replica: int = 0,
+    device: str = "cpu",
+    stages: int = 1,
+    launcher: str = "mp",
+    **settings: object,
 ) -> SimpleNamespace:
     speculative = SimpleNamespace(num_speculative_tokens=8)
     return SimpleNamespace(
         speculative_config=speculative,
         model_config=model,
         parallel_config=SimpleNamespace(
-            data_parallel_index=replica, tensor_parallel_size=2, pipeline_parallel_size=stages
+            data_parallel_index=replica,
+            tensor_parallel_size=2,
+            pipeline_parallel_size=stages,
+            distributed_executor_backend=launcher,
         ),
         device_config=SimpleNamespace(device_type=device),
         additional_config={"draftbridge": settings},
@@ -314,11 +331,31 @@ def test_without_a_bridge_candidates_come_from_the_text(model: SimpleNamespace) 
 
 
 def test_another_rank_does_not_ask(model: SimpleNamespace) -> None:
-    sys.modules["vllm.distributed"].get_tensor_model_parallel_rank = lambda: 1
+    sys.modules["vllm.distributed"].get_tp_group = lambda: Group(rank_in_group=1)
     proposer = Proposer(config(model, bridge="127.0.0.1:9"))
     proposer.load_model(object())
     assert Engine(proposer).generate(PROMPTS, 20) == plain(20)
     assert proposer._client is None
+
+
+def test_with_an_external_launcher_all_ranks_have_the_first_ranks_candidates(model: SimpleNamespace) -> None:
+    """There each rank has a scheduler of its own, which takes the candidates of its own worker."""
+    sent: list[Any] = []
+    text, tokens = PROMPTS[1] + plain(40)[1], np.zeros((1, WIDTH), dtype=np.int32)
+    tokens[0, : len(text)] = text
+    call = [text[3:4]], np.array([4]), tokens
+    with served(ScriptedBridge(wrong=0.0)) as address:
+        ranks = []
+        for rank in (0, 1):
+            group = Group(rank_in_group=rank, sent=sent)
+            sys.modules["vllm.distributed"].get_tp_group = lambda group=group: group
+            ranks.append(Proposer(config(model, launcher="external_launcher", bridge=address, deadline_ms=10_000)))
+        first, other = ranks
+        assert first._client and first._client.connect(60) and other._client is None
+        expected = [text[4:8]]
+        assert first.propose(*call) == expected and other.propose(*call) == expected
+        first._rows = None  # a bug: the others still wait for what the first rank sends
+        assert first.propose(*call) == [[]] and other.propose(*call) == [[]]
 
 
 def test_a_bug_is_logged_once_and_nothing_is_raised(model: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:
