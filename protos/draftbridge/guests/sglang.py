@@ -55,10 +55,14 @@ def _worker_class() -> type:
         def _prepare_draft_tokens(self, batch: Any) -> tuple[Any, Any]:
             added: list[list[int]] = [[] for _ in batch.reqs]
             if self.enable_overlap and not batch.grammar_needs_sync():
-                # The requests do not have the tokens of the last forward yet.
                 ids, counts = batch.spec_info.accept_tokens.tolist(), batch.spec_info.accept_lens.tolist()
                 starts = range(0, len(ids), self.draft_token_num)
-                added = [ids[start : start + count] for start, count in zip(starts, counts, strict=True)]
+                accepted = [ids[start : start + count] for start, count in zip(starts, counts, strict=True)]
+                # SGLang's cache has all tokens of a request but the last, which this forward computes.
+                cached = batch.seq_lens_cpu.tolist()
+                added = [
+                    missing(one, new, count + 1) for one, new, count in zip(batch.reqs, accepted, cached, strict=True)
+                ]
             return chains(*self._asker.ask(batch.reqs, added), self.draft_token_num)
 
         def _update_ngram_corpus(self, batch: Any) -> None:
@@ -156,6 +160,16 @@ class _Text:
     number: int
     ids: "array[int]"
     prompt_count: int
+
+
+def missing(request: Any, accepted: list[int], token_count: int) -> list[int]:
+    """Returns those tokens of a request's last forward that it does not hold yet.
+
+    A request gets the tokens of a forward while the next one runs. So it lacks them if the next one is its own, but not
+    if the prompts of other requests are read in between. `token_count`: the tokens that it has in fact.
+    """
+    count = token_count - len(request.origin_input_ids) - len(request.output_ids)
+    return accepted[max(len(accepted) - max(count, 0), 0) :]
 
 
 def _slice(parts: Sequence[Sequence[int]], start: int, end: int) -> list[int]:
