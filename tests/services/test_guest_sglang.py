@@ -122,9 +122,7 @@ def arguments(tmp_path: Any) -> dict[str, Any]:
 
 def request(rid: str, prompt: list[int], output: list[int]) -> SimpleNamespace:
     ids = array("q", prompt)
-    return SimpleNamespace(
-        rid=rid, origin_input_ids=ids, origin_input_ids_unpadded=ids, output_ids=array("q", output)
-    )
+    return SimpleNamespace(rid=rid, origin_input_ids=ids, origin_input_ids_unpadded=ids, output_ids=array("q", output))
 
 
 def batch(requests: list[SimpleNamespace], added: list[list[int]], *, held: tuple[int, ...] = ()) -> SimpleNamespace:
