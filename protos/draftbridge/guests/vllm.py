@@ -38,7 +38,7 @@ class Proposer:
         self._limit: int = speculative.num_speculative_tokens
         self._context_length: int = model.max_model_len
         self._deadline = settings.deadline_ms / 1000
-        self._rows = Rows()
+        self._rows = Rows(vllm_config.parallel_config.pipeline_parallel_size)
         self._returned_at = 0.0
         self._failed = False
         self._on_cpu = str(vllm_config.device_config.device_type) == "cpu"
