@@ -275,12 +275,13 @@ class CandidateClient:
                 self._stream = stream
             try:
                 self._serve(stream)
-                problem, refused = "the bridge ended the stream", False
+                problem, kind, refused = "the bridge ended the stream", "gone", False
             except grpc.RpcError as error:
                 failure = CallError.from_rpc(error, self._address)
                 problem, refused = stream.problem or str(failure), failure.code in _REFUSALS
+                kind = "gone" if stream.problem or failure.reason == "SERVICE_UNREACHABLE" else ""
             except Exception as error:  # wrong credentials, or a bug
-                problem, refused = f"{type(error).__name__}: {error}", True
+                problem, kind, refused = f"{type(error).__name__}: {error}", "", True
             finally:
                 stream.outbox.put(CLOSED)
                 with self._changed:
@@ -288,7 +289,8 @@ class CandidateClient:
                     self._changed.notify_all()
             if self._closed.is_set():
                 return
-            self._log_once(f"no candidates from {self._address}; the engine goes on without: {problem}")
+            # A bridge that stops breaks off its answer first, and then does not answer: that is one interruption.
+            self._log_once(f"no candidates from {self._address}; the engine goes on without: {problem}", kind)
             if was_open and time.monotonic() - began > _MAX_PAUSE_SECONDS:
                 pause = _PAUSE_SECONDS
             self._closed.wait(pause)
