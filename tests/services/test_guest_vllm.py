@@ -17,7 +17,7 @@ import torch
 import transformers
 
 from draftbridge.guests import description
-from draftbridge.guests.settings import GuestSettings, InvalidSettings
+from draftbridge.guests.settings import InvalidSettings
 from draftbridge.guests.vllm import Proposer
 from draftbridge.guests.vllm_sampler import expand_batch_to_tokens
 from tests.conftest import CHAT_TEMPLATE
@@ -366,21 +366,18 @@ def test_a_bug_is_logged_once_and_nothing_is_raised(model: SimpleNamespace, capl
     assert sum("a bug in DraftBridge" in record.message for record in caplog.records) == 1
 
 
-def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    environment = {"DRAFTBRIDGE_GUEST_BRIDGE": "a:1", "DRAFTBRIDGE_GUEST_SOURCES": "draft, suffix", "OTHER": "x"}
-    settings = GuestSettings.read({"bridge": "b:2", "deadline_ms": 5, "tls": True}, environment)
-    assert (settings.bridge, settings.sources, settings.deadline_ms) == ("b:2", ("draft", "suffix"), 5.0)
-    assert settings.credentials.encrypted
-    for wrong, remedy in (
-        ({"brigde": "a:1"}, "did you mean bridge"),
-        ({"deadline_ms": "soon"}, "from 0 to 10000"),
-        ({"tls": "perhaps"}, "true or false"),
-        ({"sources": 5}, "a list of names"),
-    ):
-        with pytest.raises(InvalidSettings, match=remedy):
-            GuestSettings.read(wrong, {})
-    with pytest.raises(InvalidSettings, match="no setting 'deadline': did you mean deadline_ms"):
-        GuestSettings.read({}, {"DRAFTBRIDGE_GUEST_DEADLINE": "5"})
+@pytest.mark.parametrize("given", ["a:1", ["a:1"], 5])
+def test_settings_without_names_are_refused(model: SimpleNamespace, given: object) -> None:
+    vllm_config = config(model)
+    vllm_config.additional_config = {"draftbridge": given}
+    with pytest.raises(InvalidSettings, match=r'such as \{"bridge": "HOST:PORT"\}, got'):
+        Proposer(vllm_config)
+
+
+def test_an_engine_without_a_tokenizer_is_refused(model: SimpleNamespace) -> None:
+    sys.modules["vllm.tokenizers"].cached_tokenizer_from_config = lambda config: None
+    with pytest.raises(ValueError, match="leave out --skip-tokenizer-init"):
+        Proposer(config(model))
 
 
 def test_the_adapter_imports_nothing_heavy() -> None:

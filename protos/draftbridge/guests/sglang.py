@@ -18,7 +18,7 @@ from typing import Any
 
 from draftbridge.candidates import SequenceStep
 from draftbridge.guests.client import Client
-from draftbridge.guests.description import chat_template, log_like, special_ids, tokenizer_json
+from draftbridge.guests.description import chat_template, log_like, required, special_ids, tokenizer_json
 from draftbridge.guests.settings import GuestSettings
 from draftbridge.machine import compute_units
 from draftbridge.v1 import model_pb2
@@ -205,12 +205,8 @@ def _parallel() -> Any:
 
 
 def _client(settings: GuestSettings, target_worker: Any, server_args: Any) -> Client:
-    runner, tokenizer = target_worker.model_runner, target_worker.tokenizer
+    runner, tokenizer = target_worker.model_runner, required(target_worker.tokenizer, "SGLang")
     config = runner.model_config
-    if tokenizer is None:
-        raise ValueError(
-            "DraftBridge needs SGLang's tokenizer to translate candidates: leave out --skip-tokenizer-init"
-        )
     generation = getattr(config, "hf_generation_config", None)
     gpus = range(runner.gpu_id, runner.gpu_id + server_args.tp_size * server_args.gpu_id_step, server_args.gpu_id_step)
     units, unit_count = compute_units(runner.device, None, gpus)

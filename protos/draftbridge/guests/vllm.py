@@ -15,7 +15,7 @@ from typing import Any
 
 from draftbridge.candidates import SequenceStep
 from draftbridge.guests.client import Client
-from draftbridge.guests.description import chat_template, log_like, special_ids, tokenizer_json
+from draftbridge.guests.description import chat_template, log_like, required, special_ids, tokenizer_json
 from draftbridge.guests.rows import Rows, RowSequence
 from draftbridge.guests.settings import GuestSettings
 from draftbridge.machine import compute_units
@@ -130,7 +130,7 @@ def _client(settings: GuestSettings, vllm_config: Any) -> Client:
     threads = os.environ.get("OMP_NUM_THREADS", "")
     gpus = _gpus(vllm_config.parallel_config) if device == "cuda" else ()
     units, unit_count = compute_units(device, int(threads) if threads.isdecimal() else None, gpus)
-    tokenizer = cached_tokenizer_from_config(model_config)
+    tokenizer = required(cached_tokenizer_from_config(model_config), "vLLM")
     generation = model_config.try_get_generation_config() or {}
     served: str | list[str] = model_config.served_model_name or model_config.model
     model = model_pb2.Model(
