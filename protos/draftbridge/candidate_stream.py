@@ -1,6 +1,7 @@
 """What a `CandidateClient` knows of its sequences: what an engine reports of them, and what the bridge has answered."""
 
 import queue
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,10 @@ from draftbridge.v1 import candidate_pb2
 
 # Ends the requests of a stream.
 CLOSED = object()
+# The most tokens of one message; sequences with more are reported by later steps, or not at all.
+_MAX_STEP_TOKENS = 1 << 20
+# The new tokens of a sequence that take no time worth counting.
+_MAX_SHORT_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -132,6 +137,21 @@ class EngineStream:
             self.kept[one.sequence_id] = min(held, limit, len(one.token_ids))
             if self.kept[one.sequence_id] < held:
                 self.distrust(one.sequence_id)
+
+    def fitting(self, sequences: Sequence[SequenceStep], until: float) -> Iterator[SequenceStep]:
+        """Yields the sequences whose new tokens fit into one message.
+
+        The caller converts each before it takes the next one. After `until`, in the seconds of `time.monotonic`, only
+        those with few new tokens are taken, and one other if there was none before.
+        """
+        room, has_long = _MAX_STEP_TOKENS, False
+        for one in sequences:
+            count = len(one.token_ids) - self.kept.get(one.sequence_id, 0)
+            is_long = count > _MAX_SHORT_TOKENS
+            if count > room or (is_long and has_long and time.monotonic() >= until):
+                continue
+            room, has_long = room - count, has_long or is_long
+            yield one
 
     def gained(self, one: SequenceStep) -> candidate_pb2.ProposeSequence:
         """Returns the message for a sequence, and notes that the bridge has its tokens."""

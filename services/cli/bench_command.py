@@ -138,6 +138,7 @@ def _cores(text: str) -> list[int] | None:
         ranges = [[int(number) for number in part.split("-", 1)] for part in text.split(",")]
     except ValueError:
         raise typer.BadParameter(f"{text!r} is not a list of cores such as 0,1 or 0-3") from None
+    check_cores([core for ends in ranges for core in ends], text)  # first, because a range may have billions of cores
     cores = [core for ends in ranges for core in range(ends[0], ends[-1] + 1)]
-    check_cores(cores)
+    check_cores(cores, text)
     return cores

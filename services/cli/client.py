@@ -10,6 +10,7 @@ import typer
 from google.protobuf.message import Message
 from rich.markup import escape
 from rich.table import Column, Table
+from rich.text import Text
 
 from bridge.errors import InvalidField
 from draftbridge import Event
@@ -146,13 +147,13 @@ def models(connect: Connect, server: Server = DEFAULT_BRIDGE) -> None:
         "context",
         "vocab",
         "tokenizer",
-        title=server,
+        title=Text(server, "table.title"),
     )
     for model in found:
         role = model_pb2.Role.Name(model.role).removeprefix("ROLE_").lower()
         table.add_row(
-            escape(model.name), role, model.engine, model.device, model.dtype, str(model.context_length),
-            str(model.vocabulary_size), model.tokenizer_sha256[:8],
+            escape(model.name), role, escape(model.engine), escape(model.device), escape(model.dtype),
+            str(model.context_length), str(model.vocabulary_size), escape(model.tokenizer_sha256[:8]),
         )  # fmt: skip
     out.print(Fitted(table))
     report(f"built-in models for pull, serve and up: {', '.join(BUILT_IN)}")

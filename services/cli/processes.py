@@ -159,15 +159,20 @@ class StopSignals:
         os.read(self._read_end, 1)
 
 
-def check_cores(cores: Iterable[int]) -> None:
-    """Raises `ProcessFailed` for cores that this machine, or this process, does not have."""
+def check_cores(cores: Iterable[int], text: str = "") -> None:
+    """Raises `ProcessFailed` for cores that this machine, or this process, does not have.
+
+    `text`: the cores as the user has named them.
+    """
     if not hasattr(os, "sched_setaffinity"):
         raise ProcessFailed("this system cannot pin processes to cores: leave out the option for cores")
     allowed, wanted = os.sched_getaffinity(0), set(cores)
     if not wanted or not wanted <= allowed:
-        raise ProcessFailed(
-            f"cores {sorted(wanted)} are not all available: choose among {', '.join(map(str, sorted(allowed)))}"
-        )
+        raise ProcessFailed(f"cores {text or _listed(wanted)} are not all available: choose among {_listed(allowed)}")
+
+
+def _listed(cores: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(cores)))
 
 
 @contextlib.contextmanager

@@ -176,7 +176,7 @@ def up(
 
 def _check_addresses(listen: str | None, http: str) -> None:
     """Fails for addresses that the bridge could not use, before models are loaded."""
-    from services.rpc.server import check_free
+    from services.rpc.server import check_free, host_and_port
 
     try:
         given = {"listen": listen, "http": http}
@@ -184,8 +184,16 @@ def _check_addresses(listen: str | None, http: str) -> None:
     except InvalidConfiguration as error:
         hint = "; `up` starts a bridge, whose other settings are variables such as DRAFTBRIDGE_BRIDGE_INSECURE"
         fail(f"{error}{hint if '--insecure' in str(error) else ''}")
-    for address in filter(None, (config.listen, config.http)):
-        check_free(address)
+    addresses = {"--listen": config.listen, "--http": config.http, "the metrics": config.metrics}
+    names: dict[int, str] = {}
+    for name, address in addresses.items():
+        if address:
+            check_free(address)
+            _, port = host_and_port(name, address)
+            if port in names:
+                fail(f"{names[port]} and {name} have the same port {port}: give each its own, or port 0 for a free one")
+            if port:
+                names[port] = name
 
 
 def pull(

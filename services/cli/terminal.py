@@ -20,8 +20,9 @@ _PIPE_WIDTH = 200
 # Errors of a write to a full disk.
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _MIN_FREE_BYTES = 1 << 20
-out = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH)
-err = Console(stderr=True)
+# Without emoji, texts and addresses keep what would be the code of one, such as :100:.
+out = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH, emoji=False)
+err = Console(stderr=True, emoji=False)
 
 # A small pair that downloads fast, for `up`, `bench` and `translate`; `demo` uses a larger one.
 DEFAULT_TARGET = "gemma-3-270m"

@@ -7,7 +7,6 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
 from typing import Any, TypeVar
 
 import grpc
@@ -36,23 +35,28 @@ _HEALTH_INTERVAL_SECONDS = 1.0
 # A connection is closed if the client does not answer a ping within half of this; pings are sent as often.
 _KEEPALIVE_SECONDS = 20.0
 _SEND_LIMIT_BYTES = 64 << 20
+# The errors of an address that no server can have: it is taken, not for this user, or another machine's.
+_UNUSABLE = (errno.EADDRINUSE, errno.EACCES, errno.EADDRNOTAVAIL)
 
 
 def check_free(listen: str) -> None:
-    """Raises `PortTaken` if another program listens there: gRPC would also print a line of its own."""
+    """Raises `PortTaken` unless a server can listen there: gRPC would also print a line of its own."""
     host, port = host_and_port("listen", listen)
-    if not port:
-        return
-    with suppress(OSError):  # not an address of this machine, which gRPC reports
-        for family, kind, protocol, _, address in socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM):
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise PortTaken(listen) from error
+    unusable = 0
+    for family, kind, protocol, _, address in found:
+        try:
             with socket.socket(family, kind, protocol) as trial:
                 trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                try:
-                    trial.bind(address)
-                except OSError as error:
-                    if error.errno == errno.EADDRINUSE:
-                        raise PortTaken(listen) from error
-                    raise
+                trial.bind(address)
+        except OSError as error:
+            unusable += error.errno in _UNUSABLE
+            # Of a name's other addresses, gRPC needs only one: localhost may have one that the machine lacks.
+            if error.errno == errno.EADDRINUSE or unusable == len(found):
+                raise PortTaken(listen) from error
 
 
 class PortTaken(DraftBridgeError, reason="PORT_TAKEN"):

@@ -250,7 +250,8 @@ def test_cores_that_are_not_there_are_refused(tiny_models: tuple[Path, Path]) ->
     with pytest.raises(ProcessFailed, match="cores"), pinned([4096]):
         pass
     command = [sys.executable, "-m", "services.cli", "bench", "--target", str(tiny_models[0]), "--draft", "none"]
-    for cores, words in (("x", "is not a list of cores"), ("4096", "cores [4096] are not all available")):
+    refused = {one: f"cores {one} are not all available: choose among" for one in ("4096", "0-99999", "1-0")}
+    for cores, words in {"x": "is not a list of cores", **refused}.items():
         done = subprocess.run([*command, "--target-cores", cores], capture_output=True, text=True, check=False)
         assert done.returncode and words in done.stderr.replace("\n", " ")
         assert "starting" not in done.stderr

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from bridge.guest_step import Answer
-from draftbridge import candidates
+from draftbridge import candidate_stream, candidates
 from draftbridge.candidates import CandidateClient, SequenceStep
 from draftbridge.v1 import candidate_pb2, candidate_pb2_grpc, model_pb2
 from services.bridge.guests import _write_answer
@@ -213,11 +213,27 @@ def test_the_tokenizer_is_sent_only_when_asked_for(bridge: Scripted, monkeypatch
 def test_a_message_has_limited_tokens(
     connected: CandidateClient, bridge: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(candidates, "_MAX_STEP_TOKENS", 10)
+    monkeypatch.setattr(candidate_stream, "_MAX_STEP_TOKENS", 10)
     steps = [SequenceStep(id_, list(range(1, 7))) for id_ in range(2)] + [SequenceStep(2, list(range(1, 12)))]
     assert set(connected.step(steps, deadline=10)) == {0}
     assert set(connected.step(steps, deadline=10)) == {0, 1}
     assert [len(step.sequences) for step in bridge.steps] == [1, 2]
+
+
+def test_of_several_long_sequences_those_that_the_deadline_allows_begin(
+    connected: CandidateClient, bridge: Scripted
+) -> None:
+    texts = [[id_, *range(candidate_stream._MAX_SHORT_TOKENS)] for id_ in range(3)] + [[3, 3]]
+
+    def sent(deadline: float, *given: int) -> list[int]:
+        count = len(bridge.steps)
+        connected.step([SequenceStep(id_, texts[id_]) for id_ in given], deadline=deadline)
+        eventually(lambda: len(bridge.steps) > count)
+        return [one.sequence_id for one in bridge.steps[-1].sequences]
+
+    assert [sent(0, 0, 1, 2, 3) for _ in range(3)] == [[0, 3], [0, 1, 3], [0, 1, 2, 3]]
+    texts += [[9, *text] for text in texts]
+    assert sent(60, 4, 5, 6, 7) == [4, 5, 6, 7]
 
 
 @pytest.mark.parametrize("deadline", [5000.0, float("inf")])
@@ -301,15 +317,22 @@ def test_reconnects_and_logs_once(
         client = CandidateClient(address, MODEL, b"{}")
         assert client.connect(60)
         assert ask(client, [1, 2]) == (3, 4)
+        serve, tries = client._serve, list[object]()
+        monkeypatch.setattr(client, "_serve", lambda stream: tries.append(stream) or serve(stream))
+        bridge.lost.set()  # it ends the stream
+        ask(client, [1, 2, 3])
+        eventually(lambda: tries)
     eventually(lambda: not client.connected)
     assert ask(client, [1, 2, 3]) == ()
-    eventually(lambda: "nothing answers" in caplog.text)
+    count = len(tries)
+    eventually(lambda: len(tries) > count + 1)
+    bridge.lost.clear()
     with serving(bridge, address):
         assert client.connect(60)
         assert ask(client, [1, 2, 3, 4]) == (5, 6)
         client.close()
     assert bridge.openings[0].instance == bridge.openings[1].instance
-    assert caplog.text.count("nothing answers") == 1
+    assert caplog.text.count("no candidates from") == 1, "its stream ended, and then nothing answered"
 
 
 def test_nothing_raises(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -17,7 +17,9 @@ from services.cli.app import app
 from services.cli.processes import Fleet
 from services.cli.variables import misspelt
 from services.engines.registry import engines
+from services.rpc.server import PortTaken, check_free
 from services.store.built_in import BUILT_IN
+from tests.support.ports import free_address
 from tests.support.warm import run as command
 
 COMMANDS = ["pull", "serve", "bridge", "up", "generate", "models", "translate", "demo", "version", "doctor", "zoo"]
@@ -214,6 +216,23 @@ def test_a_taken_port_is_said_so(tiny_fleet: Fleet, tiny_models: tuple[Path, Pat
     assert "HOST:PORT" in refused(command(*up, "nonsense"))
     assert "DRAFTBRIDGE_BRIDGE_INSECURE" in refused(command(*up, "0.0.0.0:0"))
     assert "DRAFTBRIDGE_BRIDGE_INSECURE" in refused(command(*up, "127.0.0.1:0", DRAFTBRIDGE_BRIDGE_HTTP="0.0.0.0:0"))
+    message = refused(command(*up, "127.0.0.1:0", DRAFTBRIDGE_BRIDGE_METRICS=tiny_fleet.draft))
+    assert f"cannot listen on {tiny_fleet.draft}" in message
+    free = free_address()
+    assert "--listen and --http have the same port" in refused(command(*up, free, "--http", free))
+
+
+def test_an_address_that_this_machine_lacks_is_refused_before_a_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lacking, nameless = "192.0.2.1:0", "name.invalid:0"  # of no machine: RFC 5737 and 2606
+    for address in (lacking, nameless):
+        with pytest.raises(PortTaken, match="this machine's"):
+            check_free(address)
+    # A name with an address that this machine has, and one that it lacks.
+    found = [socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0] for host in ("192.0.2.1", "127.0.0.1")]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    check_free("localhost:0")
 
 
 def cut_gguf() -> bytes:

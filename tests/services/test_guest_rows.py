@@ -108,3 +108,21 @@ def test_a_sequence_longer_than_its_copy_grows() -> None:
     tokens[0] = np.arange(4000)
     ids = {rows.follow([1 if count > 5 else 0], [count], tokens)[0].id for count in range(5, 3999, 11)}
     assert len(ids) == 1
+
+
+def test_batches_that_take_turns_have_read_their_prompts_once() -> None:
+    """As in the stages of a pipeline: the sequences of the other batch are not away."""
+    rows, tokens = Rows(stages=2), np.zeros((1, WIDTH), dtype=np.int32)
+    texts: list[list[int]] = [[1, 2, 3], [4, 5, 6, 7]]
+
+    def step(number: int, gain: int) -> bool:
+        text = texts[number]
+        text += range(20, 20 + gain)
+        tokens[0, : len(text)] = text
+        (found,) = rows.follow([gain], [len(text)], tokens)
+        assert found.id == number + 1
+        return found.read_prompt
+
+    assert [step(number, gain) for gain in (0, 0, 1, 1, 3, 1) for number in (0, 1)] == [True] * 6 + [False] * 6
+    assert not step(0, 1) and not step(0, 1), "the other batch is empty"
+    assert step(1, 1), "it was preempted, and read again"

@@ -122,14 +122,22 @@ def arguments(tmp_path: Any) -> dict[str, Any]:
 
 def request(rid: str, prompt: list[int], output: list[int]) -> SimpleNamespace:
     ids = array("q", prompt)
-    return SimpleNamespace(rid=rid, origin_input_ids_unpadded=ids, output_ids=array("q", output))
+    return SimpleNamespace(rid=rid, origin_input_ids=ids, origin_input_ids_unpadded=ids, output_ids=array("q", output))
 
 
-def batch(requests: list[SimpleNamespace], added: list[list[int]]) -> SimpleNamespace:
-    """As SGLang hands it over: `added` are the tokens of the last forward, padded to the width."""
+def batch(requests: list[SimpleNamespace], added: list[list[int]], *, held: tuple[int, ...] = ()) -> SimpleNamespace:
+    """As SGLang hands it over: `added` are the tokens of the last forward, padded to the width.
+
+    `held`: the places of requests that have these tokens already.
+    """
+    counts = [
+        len(one.origin_input_ids) + len(one.output_ids) + (0 if place in held else len(ids))
+        for place, (one, ids) in enumerate(zip(requests, added, strict=True))
+    ]
     padded = [token for ids in added for token in (*ids, *[0] * (WIDTH - len(ids)))]
     spec = SimpleNamespace(accept_tokens=np.array(padded), accept_lens=np.array([len(ids) for ids in added]))
-    return SimpleNamespace(reqs=requests, spec_info=spec, grammar_needs_sync=lambda: False)
+    lengths = np.array(counts) - 1  # of the caches, which lack the last token
+    return SimpleNamespace(reqs=requests, spec_info=spec, seq_lens_cpu=lengths, grammar_needs_sync=lambda: False)
 
 
 def test_the_algorithm_answers_as_ngram_but_has_its_own_worker(worker_class: type) -> None:
@@ -217,6 +225,21 @@ def test_a_request_that_starts_again_or_reuses_an_id_is_a_new_sequence(
         assert sent([3]) == [5, 2, 7, 11, 9, 4, 3], "another request with the same id"
         steps = [one for step in bridge.steps for one in step.sequences]
         assert [len(one.token_ids) for one in steps] == [4, 2, 4, 5, 1, 7], "known tokens are not sent again"
+
+
+def test_tokens_that_a_request_got_while_others_were_read_are_not_counted_twice(
+    worker_class: type, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's scheduler handles the results of a forward after it has started the next one, here a prompt's."""
+    with connected(worker_class, arguments, monkeypatch) as (worker, bridge):
+        one, other = request("a", [5, 6, 7], [8]), request("b", [5, 9], [])
+        worker._prepare_draft_tokens(batch([one], [[9, 10]]))
+        one.output_ids.extend([9, 10])
+        tokens, _ = worker._prepare_draft_tokens(batch([one, other], [[9, 10], [11]], held=(0,)))
+        assert bridge.held == {1: [5, 6, 7, 8, 9, 10], 2: [5, 9, 11]} and tokens[0] == 10
+        other.output_ids.append(11)
+        worker._prepare_draft_tokens(batch([one, other], [[12], [13, 14]]))
+        assert bridge.held == {1: [5, 6, 7, 8, 9, 10, 12], 2: [5, 9, 11, 13, 14]}
 
 
 def test_a_data_parallel_replica_has_a_name_of_its_own(

@@ -1,5 +1,6 @@
 """Tests the adapter for transformers with a real model and a bridge whose candidates the test chooses."""
 
+import os
 import threading
 from collections import Counter
 from itertools import product
@@ -258,3 +259,46 @@ def test_calls_in_several_threads_do_not_wait_for_a_draft(loaded: tuple[Any, Any
     by_call = {id_: [step for step in client.steps if step.sequence_id == id_] for id_ in (1, 2)}
     assert all(len(steps) == 6 for steps in by_call.values())
     assert DEFAULT_DEADLINE_SECONDS in client.deadlines
+
+
+class HeldClient(ToldClient):
+    """Keeps the first call to itself, as a bridge that does not answer for a long time."""
+
+    def __init__(self, text: list[int]) -> None:
+        super().__init__(text)
+        self.entered, self.released = threading.Event(), threading.Event()
+
+    def step(self, *given: Any, **options: Any) -> Any:
+        if not self.entered.is_set():
+            self.entered.set()
+            self.released.wait(30)
+        return super().step(*given, **options)
+
+
+def test_a_call_does_not_wait_until_another_has_its_answer(loaded: tuple[Any, Any]) -> None:
+    plain = generated(loaded)
+    with assisted(loaded[0], client := HeldClient(plain)):
+        waiting = threading.Thread(target=lambda: generated(loaded))
+        waiting.start()
+        assert client.entered.wait(60)
+        assert generated(loaded) == plain
+        assert not client.steps, "the other call has got its answer before"
+        client.released.set()
+        waiting.join(120)
+    assert sorted(client.ended) == [1, 2], "the end of a text is reported later"
+
+
+def test_a_forked_process_does_not_wait_for_a_thread_that_it_lacks(
+    loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = generated(loaded)
+    with assisted(loaded[0], client := ToldClient(plain)) as assistance:
+        assistance._running.add(7)
+        assistance._lock.acquire()  # in another thread of the parent
+        monkeypatch.setattr(os, "getpid", lambda: -1)  # as in the child
+        child = threading.Thread(target=lambda: generated(loaded), daemon=True)
+        child.start()
+        child.join(60)
+        assert not child.is_alive() and client.ended == [1]
+        client.deadlines.clear()
+        assert generated(loaded) == plain and set(client.deadlines) == {0.25}, "no call runs beside it"

@@ -19,7 +19,8 @@ from rich.table import Table
 from typer.testing import CliRunner
 
 from draftbridge import CallError
-from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc
+from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, model_pb2
+from services.cli import connection, demo, terminal
 from services.cli.app import app
 from services.cli.fitted import Fitted
 
@@ -69,6 +70,45 @@ def run(*words: str, stdout: Any = subprocess.PIPE, **environment: str) -> "subp
         timeout=60,
         env=os.environ | environment,
     )
+
+
+class Answering:
+    """Stands in for the client of a bridge with one service."""
+
+    def __init__(self, *_: object) -> None:
+        self._model = model_pb2.Model(name="one", engine="[odd] engine", device="gpu[0]")
+
+    def __enter__(self) -> "Answering":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def models(self) -> list[model_pb2.Model]:
+        return [self._model]
+
+    def services(self) -> list[bridge_pb2.ServiceState]:
+        return [bridge_pb2.ServiceState(address="[fd00::2]:50051", model=self._model)]
+
+    def pairs(self, _: str) -> list[bridge_pb2.Pair]:
+        return []
+
+
+@pytest.mark.parametrize("words", [("models",), ("zoo", "show")])
+def test_addresses_and_names_are_printed_as_they_are(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "Client", Answering)
+    shown = CliRunner().invoke(app, [*words, "--server", "[fd00::1]:50050"]).output
+    assert "[fd00::1]:50050" in shown and "[odd] engine" in shown
+    assert ("gpu[0]" if words == ("models",) else "[fd00::2]:50051") in shown
+
+
+def test_no_text_becomes_an_emoji(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "d[:100:] at 127.0.0.1:100:x"
+    terminal.report(text)
+    terminal.warn(text)
+    events = demo._printed(terminal.out, iter([bridge_pb2.GenerateDelta(text=text)]))
+    assert len(list(events)) == 1
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == (text, f"{text}\nwarning: {text}\n")
 
 
 @pytest.mark.parametrize("width", [200, 110, 90, 70, 40, 30])

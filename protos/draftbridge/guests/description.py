@@ -8,6 +8,15 @@ from typing import Any
 from draftbridge.v1 import model_pb2
 
 
+def required(tokenizer: Any, engine: str) -> Any:
+    """Returns the tokenizer of an engine. Raises `ValueError` if the engine was started without one."""
+    if tokenizer is None:
+        raise ValueError(
+            f"DraftBridge needs {engine}'s tokenizer to translate candidates: leave out --skip-tokenizer-init"
+        )
+    return tokenizer
+
+
 def special_ids(tokenizer: Any, ends: Iterable[Any]) -> model_pb2.SpecialIds:
     """Returns the special ids of a tokenizer. `ends`: further ids of the model that end a text, lists of them, None."""
     found = [tokenizer.eos_token_id]

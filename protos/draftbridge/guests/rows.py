@@ -27,7 +27,8 @@ class RowSequence:
     """A sequence, found in a row.
 
     `read_prompt`: the step may have read its tokens, or a part of them, again or for the first time, because it is new,
-    was preempted, or has tokens that no step reported.
+    was preempted, or has tokens that no step reported. `is_reading`: it gained nothing in its last step, which read a
+    part of its prompt.
     """
 
     id: int
@@ -36,6 +37,7 @@ class RowSequence:
     prompt_count: int
     last_step: int
     _tokens: Any
+    is_reading: bool = False
 
     def continues_in(self, row: Any) -> bool:
         """Returns whether the first tokens of a row are this sequence's."""
@@ -54,14 +56,16 @@ class RowSequence:
 
 
 class Rows:
-    """Follows the rows of one engine. Tokens are rows of a 2-D array of ids, of which only the first ones count."""
+    """Follows the rows of one engine. Tokens are rows of a 2-D array of ids, of which only the first ones count.
 
-    def __init__(self) -> None:
+    `stages`: the stages of the engine's pipeline. As many batches take turns, and each has other sequences.
+    """
+
+    def __init__(self, stages: int = 1) -> None:
+        self._stages = stages
         self._numbers = itertools.count(1)
         self._step = 0
         self._rows: list[RowSequence] = []
-        # Sequences that gained nothing in the last step: a part of their prompts was read.
-        self._reading: set[int] = set()
         self._known: dict[int, RowSequence] = {}
 
     def follow(self, gained: Sequence[int], counts: Sequence[int], tokens: Any) -> list[RowSequence]:
@@ -77,16 +81,16 @@ class Rows:
         if None in found:
             self._find_elsewhere(found, gained, counts, tokens)
         rows = []
-        for place, (sequence, count) in enumerate(zip(found, counts, strict=True)):
+        for place, (sequence, new, count) in enumerate(zip(found, gained, counts, strict=True)):
             if sequence:
-                was_away = self._step - sequence.last_step > 1 or count - gained[place] > sequence.count
-                sequence.read_prompt = was_away or sequence.id in self._reading
+                was_away = self._step - sequence.last_step > self._stages or count - new > sequence.count
+                sequence.read_prompt = was_away or sequence.is_reading
                 sequence.grow(tokens[place], count, self._step)
             else:
-                sequence = self._start(tokens[place], count, count - gained[place])
+                sequence = self._start(tokens[place], count, count - new)
+            sequence.is_reading = not new
             rows.append(sequence)
         self._rows = rows
-        self._reading = {one.id for one, new in zip(rows, gained, strict=True) if not new}
         return rows
 
     def ended(self) -> list[int]:

@@ -46,15 +46,22 @@ class GuestSettings:
 
     @classmethod
     def read(cls, given: Mapping[str, Any] | None, environ: Mapping[str, str] = os.environ) -> "GuestSettings":
-        """Returns the settings of the engine's configuration and the environment. Raises `InvalidSettings`."""
+        """Returns the settings of the engine's configuration and the environment. Raises `InvalidSettings`.
+
+        A value that is None is not set.
+        """
+        if not isinstance(given, Mapping | None):
+            example = '{"bridge": "HOST:PORT"}'
+            raise InvalidSettings(f"DraftBridge's settings must be names with values, such as {example}, got {given!r}")
         defaults = {one.name: one.default for one in fields(cls)}
         named = {name[len(_PREFIX) :].lower(): environ[name] for name in environ if name.startswith(_PREFIX)}
-        values = {**named, **(given or {})}
-        for name in values:
+        given = given or {}
+        for name in (*named, *given):
             if name not in defaults:
                 close = get_close_matches(name, defaults, 1)
                 hint = f"did you mean {close[0]}?" if close else f"give one of {', '.join(defaults)}"
                 raise InvalidSettings(f"DraftBridge has no setting {name!r}: {hint}")
+        values = {**named, **{name: value for name, value in given.items() if value is not None}}
         return cls(**{name: _converted(name, value, defaults[name]) for name, value in values.items()})
 
     def of_replica(self, rank: int | None) -> "GuestSettings":

@@ -18,7 +18,7 @@ from typing import Any
 
 from draftbridge.candidates import SequenceStep
 from draftbridge.guests.client import Client
-from draftbridge.guests.description import chat_template, log_like, special_ids, tokenizer_json
+from draftbridge.guests.description import chat_template, log_like, required, special_ids, tokenizer_json
 from draftbridge.guests.settings import GuestSettings
 from draftbridge.machine import compute_units
 from draftbridge.v1 import model_pb2
@@ -55,10 +55,14 @@ def _worker_class() -> type:
         def _prepare_draft_tokens(self, batch: Any) -> tuple[Any, Any]:
             added: list[list[int]] = [[] for _ in batch.reqs]
             if self.enable_overlap and not batch.grammar_needs_sync():
-                # The requests do not have the tokens of the last forward yet.
                 ids, counts = batch.spec_info.accept_tokens.tolist(), batch.spec_info.accept_lens.tolist()
                 starts = range(0, len(ids), self.draft_token_num)
-                added = [ids[start : start + count] for start, count in zip(starts, counts, strict=True)]
+                accepted = [ids[start : start + count] for start, count in zip(starts, counts, strict=True)]
+                # SGLang's cache has all tokens of a request but the last, which this forward computes.
+                cached = batch.seq_lens_cpu.tolist()
+                added = [
+                    missing(one, new, count + 1) for one, new, count in zip(batch.reqs, accepted, cached, strict=True)
+                ]
             return chains(*self._asker.ask(batch.reqs, added), self.draft_token_num)
 
         def _update_ngram_corpus(self, batch: Any) -> None:
@@ -158,6 +162,16 @@ class _Text:
     prompt_count: int
 
 
+def missing(request: Any, accepted: list[int], token_count: int) -> list[int]:
+    """Returns those tokens of a request's last forward that it does not hold yet.
+
+    A request gets the tokens of a forward while the next one runs. So it lacks them if the next one is its own, but not
+    if the prompts of other requests are read in between. `token_count`: the tokens that it has in fact.
+    """
+    count = token_count - len(request.origin_input_ids) - len(request.output_ids)
+    return accepted[max(len(accepted) - max(count, 0), 0) :]
+
+
 def _slice(parts: Sequence[Sequence[int]], start: int, end: int) -> list[int]:
     """Returns the tokens from `start` to `end` of parts that follow one another."""
     found: list[int] = []
@@ -191,12 +205,8 @@ def _parallel() -> Any:
 
 
 def _client(settings: GuestSettings, target_worker: Any, server_args: Any) -> Client:
-    runner, tokenizer = target_worker.model_runner, target_worker.tokenizer
+    runner, tokenizer = target_worker.model_runner, required(target_worker.tokenizer, "SGLang")
     config = runner.model_config
-    if tokenizer is None:
-        raise ValueError(
-            "DraftBridge needs SGLang's tokenizer to translate candidates: leave out --skip-tokenizer-init"
-        )
     generation = getattr(config, "hf_generation_config", None)
     gpus = range(runner.gpu_id, runner.gpu_id + server_args.tp_size * server_args.gpu_id_step, server_args.gpu_id_step)
     units, unit_count = compute_units(runner.device, None, gpus)

@@ -6,13 +6,15 @@
 """
 
 import itertools
+import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-from draftbridge.candidates import DEFAULT_DEADLINE_SECONDS, SequenceStep
+from draftbridge.candidates import DEFAULT_DEADLINE_SECONDS, MAX_DEADLINE_SECONDS, Candidates, SequenceStep
 from draftbridge.guests.client import Client, open_client
 from draftbridge.guests.description import chat_template, special_ids
 from draftbridge.machine import compute_units
@@ -48,13 +50,15 @@ class Assistance:
         self._model, self.client, self._deadline = model, client, deadline
         self._ids = itertools.count(1)
         self._running: set[int] = set()
+        # Sequences whose end the bridge does not know yet.
+        self._ended: deque[int] = deque()
         self._generate, self._get_generator = model.generate, model._get_candidate_generator
         self._owner = _owner_of(model)
         # What they have of their own in place of their classes' methods, such as another library's.
         self._before = vars(model).get("generate"), vars(self._owner).get("_get_candidate_generator")
         self._closed = False
         self._active = threading.local()
-        self._lock = threading.Lock()
+        self._lock, self._process = threading.Lock(), os.getpid()
         model.generate = self._assisted_generate
         self._owner._get_candidate_generator = self._candidate_generator
 
@@ -91,8 +95,8 @@ class Assistance:
         finally:
             self._active.sequence = None
             self._running.discard(sequence)
-            with self._lock:
-                self.client.step([], ended=[sequence], deadline=0)
+            self._ended.append(sequence)
+            self._report([], DEFAULT_DEADLINE_SECONDS)
 
     def _suits(self, inputs: Any, generation_config: Any, options: dict[str, Any]) -> bool:
         """Returns whether candidates can be verified in this call of `generate`, and leave its text as it is."""
@@ -125,13 +129,29 @@ class Assistance:
 
     def _step(self, step: SequenceStep, engine_seconds: float, forward_token_count: int) -> Sequence[int]:
         """Reports a forward of a sequence, and returns candidates for the next one."""
-        with self._lock:
-            # While a call waits for a draft, no other call can report.
-            deadline = self._deadline if len(self._running) == 1 else min(self._deadline, DEFAULT_DEADLINE_SECONDS)
-            found = self.client.step(
-                [step], deadline=deadline, engine_seconds=engine_seconds, forward_token_count=forward_token_count
-            ).get(step.sequence_id)
+        # While a call waits for a draft, no other call can report.
+        deadline = self._deadline if len(self._running) <= 1 else min(self._deadline, DEFAULT_DEADLINE_SECONDS)
+        found = self._report(
+            [step], deadline, engine_seconds=engine_seconds, forward_token_count=forward_token_count
+        ).get(step.sequence_id)
         return found.token_ids if found else ()
+
+    def _report(self, sequences: list[SequenceStep], deadline: float, **costs: Any) -> dict[int, Candidates]:
+        """Returns what the client has for sequences; nothing if another call uses it until the deadline.
+
+        A later report then has what this one would have said.
+        """
+        if self._process != os.getpid():  # after a fork: a thread that is not in this process may hold the lock
+            self._lock, self._process = threading.Lock(), os.getpid()
+            self._running &= {getattr(self._active, "sequence", None)}
+        lock = self._lock
+        if not lock.acquire(timeout=min(deadline, MAX_DEADLINE_SECONDS)):
+            return {}
+        try:
+            ended = [self._ended.popleft() for _ in range(len(self._ended))]
+            return self.client.step(sequences, ended=ended, deadline=deadline if sequences else 0, **costs)
+        finally:
+            lock.release()
 
 
 def _owner_of(model: Any) -> Any:

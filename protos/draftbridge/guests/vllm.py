@@ -15,7 +15,7 @@ from typing import Any
 
 from draftbridge.candidates import SequenceStep
 from draftbridge.guests.client import Client
-from draftbridge.guests.description import chat_template, log_like, special_ids, tokenizer_json
+from draftbridge.guests.description import chat_template, log_like, required, special_ids, tokenizer_json
 from draftbridge.guests.rows import Rows, RowSequence
 from draftbridge.guests.settings import GuestSettings
 from draftbridge.machine import compute_units
@@ -38,12 +38,16 @@ class Proposer:
         self._limit: int = speculative.num_speculative_tokens
         self._context_length: int = model.max_model_len
         self._deadline = settings.deadline_ms / 1000
-        self._rows = Rows()
+        self._rows = Rows(vllm_config.parallel_config.pipeline_parallel_size)
         self._returned_at = 0.0
         self._failed = False
         self._on_cpu = str(vllm_config.device_config.device_type) == "cpu"
-        # vLLM takes the candidates of the first rank of the tensor-parallel group, and sends them to all.
-        self._client = _client(settings, vllm_config) if _is_first_rank() else None
+        # vLLM takes the candidates of the first rank of the tensor-parallel group, and sends them to all. But with an
+        # external launcher each rank has a scheduler of its own, so the adapter sends them.
+        group = _tensor_parallel_group()
+        launcher = vllm_config.parallel_config.distributed_executor_backend
+        self._broadcasting = group if launcher == "external_launcher" else None
+        self._client = _client(settings, vllm_config) if group.rank_in_group == 0 else None
 
     def load_model(self, *_: object, **__: object) -> None:
         """Starts to connect. vLLM calls this when it has loaded its own model."""
@@ -62,14 +66,17 @@ class Proposer:
         `sampled_token_ids`: the new tokens of each row, none while its prompt is being read. `num_tokens_no_spec`: the
         number of its tokens, new ones included. `token_ids_cpu`: its tokens in the first columns.
         """
+        found: list[list[int]] = [[] for _ in sampled_token_ids]
         try:
             if self._client and sampled_token_ids:
-                return self._propose(self._client, sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
+                found = self._propose(self._client, sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
         except Exception:
             if not self._failed:
                 self._failed = True
                 self._log.exception("a bug in DraftBridge's adapter for vLLM; vLLM goes on without candidates")
-        return [[] for _ in sampled_token_ids]
+        if self._broadcasting is not None:
+            found = self._broadcasting.broadcast_object(found, src=0)
+        return found
 
     def _propose(self, client: Client, sampled: list[list[int]], counts: Any, tokens: Any) -> list[list[int]]:
         began = time.monotonic()
@@ -100,10 +107,10 @@ class Proposer:
         )
 
 
-def _is_first_rank() -> bool:
-    from vllm.distributed import get_tensor_model_parallel_rank
+def _tensor_parallel_group() -> Any:
+    from vllm.distributed import get_tp_group
 
-    return bool(get_tensor_model_parallel_rank() == 0)
+    return get_tp_group()
 
 
 def _gpus(parallel: Any) -> Sequence[int]:
@@ -123,7 +130,7 @@ def _client(settings: GuestSettings, vllm_config: Any) -> Client:
     threads = os.environ.get("OMP_NUM_THREADS", "")
     gpus = _gpus(vllm_config.parallel_config) if device == "cuda" else ()
     units, unit_count = compute_units(device, int(threads) if threads.isdecimal() else None, gpus)
-    tokenizer = cached_tokenizer_from_config(model_config)
+    tokenizer = required(cached_tokenizer_from_config(model_config), "vLLM")
     generation = model_config.try_get_generation_config() or {}
     served: str | list[str] = model_config.served_model_name or model_config.model
     model = model_pb2.Model(

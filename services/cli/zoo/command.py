@@ -11,6 +11,7 @@ import typer
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
+from rich.text import Text
 
 from bridge.errors import InvalidField
 from draftbridge import Client
@@ -87,7 +88,7 @@ def show(
         "context",
         "1 / 8 tokens",
         "problem",
-        title=server,
+        title=Text(server, "table.title"),
     )
     for one in services:
         state = bridge_pb2.ServiceState.State.Name(one.state).removeprefix("STATE_").lower()
@@ -95,8 +96,8 @@ def show(
         times = " / ".join(f"{costs[count]:.1f}" for count in (1, 8) if count in costs)
         role = model_pb2.Role.Name(one.role).removeprefix("ROLE_").lower()
         table.add_row(
-            one.address, role, escape(one.model.name), state, one.model.engine, str(one.model.context_length or ""),
-            f"{times} ms" if times else "", escape(one.problem),
+            escape(one.address), role, escape(one.model.name), state, escape(one.model.engine),
+            str(one.model.context_length or ""), f"{times} ms" if times else "", escape(one.problem),
         )  # fmt: skip
     out.print(Fitted(table))
     table = Table(
