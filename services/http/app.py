@@ -81,12 +81,10 @@ def application(
     With `keys`, what is below /v1 needs one of them as a bearer token.
     """
     door = _Door(backend, limits, keys)
-    middleware = [
-        Middleware(Insight, metrics=backend.metrics, traces=backend.traces),
-        Middleware(_Hosts, names=list(hosts)),
-    ]
+    middleware = [Middleware(Insight, metrics=backend.metrics, traces=backend.traces)]
     if origins:
         methods, exposed = ["GET", "POST"], ["Retry-After", REQUEST_ID_KEY]
+        # Outside of what answers errors: a browser shows a page no answer without these headers.
         middleware.append(
             Middleware(
                 CORSMiddleware,
@@ -96,6 +94,7 @@ def application(
                 expose_headers=exposed,
             )
         )
+    middleware += [Middleware(errors.ErrorAnswers), Middleware(_Hosts, names=list(hosts))]
 
     async def page(request: HttpRequest) -> Response:
         return await static.get_response("index.html", request.scope)
