@@ -48,6 +48,7 @@ from services.http.requests import (
 from services.http.responses import ChatFormat, Choice, CompletionFormat, Format, Json
 from services.http.tools import Call
 from services.logs import REQUEST_ID_KEY
+from services.metrics import readable_accept
 from services.rpc.keys import Key, Keys
 
 R = TypeVar("R", bound=GenerationRequest)
@@ -276,7 +277,7 @@ class _Door:
     async def metrics(self, request: HttpRequest) -> Response:
         """Serves the Prometheus metrics of this process, to holders of a key if the server has keys."""
         self.key_of(request)
-        write, content_type = choose_encoder(request.headers.get("accept", ""))
+        write, content_type = choose_encoder(readable_accept(request.headers.get("accept", "")))
         text = await asyncio.to_thread(write, self.backend.metrics.registry)
         return Response(text, headers={"Content-Type": content_type})
 

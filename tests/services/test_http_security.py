@@ -69,6 +69,8 @@ def test_a_token_opens_it_over_tls(secured: tuple[str, str, Path]) -> None:
         assert http.post("/v1/completions", json=BODY).json()["usage"]["completion_tokens"] > 0
         metrics = http.get("/metrics")
         assert metrics.headers["content-type"].startswith("text/plain")
+        odd = http.get("/metrics", headers={"accept": "application/openmetrics-text;version=abc"})
+        assert odd.headers["content-type"].startswith("text/plain")
         counted = 'http_request_method="POST",http_response_status_code="200",http_route="/v1/completions"'
         assert f"draftbridge_http_server_request_duration_seconds_count{{{counted}}} 1.0" in metrics.text
         # The first internal error is an increase only of a series that exists before.

@@ -26,7 +26,12 @@ def scrape(url: str, **options: object) -> httpx.Response:
 
 def test_on_this_machine_everyone_may_read_them() -> None:
     with serving_metrics(ServerConfig(metrics="127.0.0.1:0"), ServerMetrics().registry) as url:
-        assert "draftbridge_build_info" in scrape(url).text
+        for accepted in (
+            "*/*",
+            "application/openmetrics-text;version=1.0.0",
+            "application/openmetrics-text;version=abc",
+        ):
+            assert "draftbridge_build_info" in scrape(url, headers={"Accept": accepted}).text
         with pytest.raises(MetricsPortTaken, match="choose another"):
             config = ServerConfig(metrics=url.removeprefix("http://").removesuffix("/metrics"))
             serving_metrics(config, ServerMetrics().registry).__enter__()
