@@ -11,6 +11,7 @@ from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from bridge.generation import Finished
@@ -24,6 +25,15 @@ PREFIX = "draftbridge"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _FINE_SECONDS = (0.0001, 0.00025, 0.0005, *_SECONDS)
 _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+def readable_accept(accept: str) -> str:
+    """Returns the value of an Accept header; empty if the library, which serves the metrics, fails on its version."""
+    try:
+        choose_encoder(accept)
+    except (TypeError, ValueError):
+        return ""
+    return accept
 
 
 class ServerMetrics:

@@ -144,7 +144,7 @@ def _main(cpu_limit: float) -> None:
             except BaseException as error:  # the library's panics are not an Exception
                 problem = f"cannot be used: the compiler fails with {type(error).__name__}"
             signal.setitimer(signal.ITIMER_PROF, 0)
-            connection.send_bytes(problem.encode())
+            connection.send_bytes(problem.encode(errors="replace"))  # it may quote a lone surrogate
 
 
 if __name__ == "__main__":

@@ -48,6 +48,7 @@ from services.http.requests import (
 from services.http.responses import ChatFormat, Choice, CompletionFormat, Format, Json
 from services.http.tools import Call
 from services.logs import REQUEST_ID_KEY
+from services.metrics import readable_accept
 from services.rpc.keys import Key, Keys
 
 R = TypeVar("R", bound=GenerationRequest)
@@ -81,12 +82,10 @@ def application(
     With `keys`, what is below /v1 needs one of them as a bearer token.
     """
     door = _Door(backend, limits, keys)
-    middleware = [
-        Middleware(Insight, metrics=backend.metrics, traces=backend.traces),
-        Middleware(_Hosts, names=list(hosts)),
-    ]
+    middleware = [Middleware(Insight, metrics=backend.metrics, traces=backend.traces)]
     if origins:
         methods, exposed = ["GET", "POST"], ["Retry-After", REQUEST_ID_KEY]
+        # Outside of what answers errors: a browser shows a page no answer without these headers.
         middleware.append(
             Middleware(
                 CORSMiddleware,
@@ -96,6 +95,7 @@ def application(
                 expose_headers=exposed,
             )
         )
+    middleware += [Middleware(errors.ErrorAnswers), Middleware(_Hosts, names=list(hosts))]
 
     async def page(request: HttpRequest) -> Response:
         return await static.get_response("index.html", request.scope)
@@ -278,7 +278,7 @@ class _Door:
     async def metrics(self, request: HttpRequest) -> Response:
         """Serves the Prometheus metrics of this process, to holders of a key if the server has keys."""
         self.key_of(request)
-        write, content_type = choose_encoder(request.headers.get("accept", ""))
+        write, content_type = choose_encoder(readable_accept(request.headers.get("accept", "")))
         text = await asyncio.to_thread(write, self.backend.metrics.registry)
         return Response(text, headers={"Content-Type": content_type})
 

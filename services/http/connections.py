@@ -33,8 +33,6 @@ _MAX_PIPELINED = 16
 _MIN_READ_BYTES = 16 << 10
 # How long a client with TLS may take to confirm the end of its connection when the server stops. asyncio waits 30 s.
 _CLOSING_SECONDS = 3.0
-# How long asyncio waits for the end of a handshake.
-_HANDSHAKE_SECONDS = 60.0
 # Otherwise the system takes a megabyte and more, and the rest waits until a third of that is read: for much longer than
 # the time limit, if the client is slow.
 _UNSENT_OPTION = getattr(socket, "TCP_NOTSENT_LOWAT", None)
@@ -54,8 +52,7 @@ def connection_limit() -> int:
 class Connection(HttpToolsProtocol):
     """A connection that must send the head of a request in time. Between requests, uvicorn's own timeout holds.
 
-    `shaking`: the times at which connections began that have not completed their TLS handshake, which count too.
-    asyncio does not report that a handshake has failed, so such connections count for as long as one may take.
+    `shaking`: keys of the connections whose TLS handshake has not ended, which count too.
     """
 
     def __init__(
@@ -64,7 +61,7 @@ class Connection(HttpToolsProtocol):
         max_connections: int,
         head_seconds: float,
         send_seconds: float,
-        shaking: dict[object, float],
+        shaking: set[object],
         **named: Any,
     ) -> None:
         super().__init__(*given, **named)
@@ -81,16 +78,19 @@ class Connection(HttpToolsProtocol):
         self._is_parsing = False
         self._closes_after_body = False
         self._unanswered: list[RequestResponseCycle] = []
-        self._shaking, self._handshake, now = shaking, object(), self.loop.time()
-        while shaking and (oldest := next(iter(shaking))) and shaking[oldest] < now - _HANDSHAKE_SECONDS:
-            del shaking[oldest]
+        self._shaking = shaking
+        self._handshake = handshake = object()
         if shaking and len(self.connections) + len(shaking) >= max_connections:
             raise ConnectionAbortedError("there are too many connections")  # asyncio closes this one
-        shaking[self._handshake] = now
+        shaking.add(handshake)
+        # A protocol is not told that its handshake has failed, but asyncio's task that accepts it ends then.
+        accepting = asyncio.current_task()
+        assert accepting, "asyncio accepts each connection in a task"
+        accepting.add_done_callback(lambda _: shaking.discard(handshake))
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Closes the connection at once if there are too many."""
-        self._shaking.pop(self._handshake, None)
+        self._shaking.discard(self._handshake)
         super().connection_made(transport)
         # Writing pauses as long as anything waits to be sent, so that the time limit applies to short answers too.
         transport.set_write_buffer_limits(high=1, low=0)

@@ -1,5 +1,6 @@
 """Reports errors in OpenAI's form: a status and `{"error": {"message", "type", "param", "code"}}`."""
 
+import asyncio
 import logging
 import re
 import reprlib
@@ -8,7 +9,9 @@ from typing import Any
 
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from bridge.errors import DraftBridgeError, InvalidField, InvalidGrammar, InvalidRequest, Unreachable
 from services.errors import Exhausted, GrammarNotSupported
@@ -156,6 +159,34 @@ def _allowed(message: str) -> str:
     if found := _SIZE.fullmatch(message):
         return f"{_KINDS.get(found['kind'], 'a list')} with {found['size']}"
     return message.removeprefix("Input should be ").removeprefix("Input should ").partition(", unable")[0]
+
+
+class ErrorAnswers:
+    """Answers the requests to an application that it ends with an error, or that the server ends because it stops."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+
+        async def noting(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting)
+        except ClientDisconnect:  # while its body was being received
+            pass
+        except asyncio.CancelledError:
+            # Only a server that stops cancels a request. The connection of a response that has begun is closed.
+            if not has_begun:
+                await answer(ServerStopping())(scope, receive, send)
+        except Exception as error:
+            if has_begun:
+                raise  # the server closes the connection
+            await answer(error)(scope, receive, send)
 
 
 def answer(error: Exception, *, model: str = "", names: dict[str, str] = _NO_NAMES) -> JSONResponse:

@@ -1,13 +1,10 @@
 """Observes HTTP requests: gives each its id, its span, its metrics and a line in the log."""
 
-import asyncio
 import logging
 from time import perf_counter
 
-from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.http import errors
 from services.logs import REQUEST_ID_KEY, read_request_id, request_id
 from services.metrics import HttpMetrics
 from services.traces import Traces
@@ -54,16 +51,6 @@ class Insight:
 
         try:
             await self._app(scope, receive, observed)
-        except ClientDisconnect:  # while its body was being received
-            pass
-        except asyncio.CancelledError:
-            # Only a server that stops cancels a request. The connection of a response that has begun is closed.
-            if status == _CLIENT_LEFT:
-                await errors.answer(errors.ServerStopping())(scope, receive, observed)
-        except Exception as error:
-            if status != _CLIENT_LEFT:
-                raise  # the response has begun: the server closes the connection
-            await errors.answer(error)(scope, receive, observed)
         finally:
             seconds = perf_counter() - started
             self._metrics.active_http_requests.labels(route).dec()

@@ -112,7 +112,7 @@ async def serving(
         max_connections=where.limits.connections or connection_limit(),
         head_seconds=where.limits.head_seconds,
         send_seconds=where.limits.send_seconds,
-        shaking={},
+        shaking=set(),
     )
     server = _Server(
         uvicorn.Config(

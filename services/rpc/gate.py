@@ -11,7 +11,9 @@ from grpc import aio
 
 from bridge.errors import DraftBridgeError
 from services.errors import Overloaded
-from services.rpc.handlers import wrapped
+from services.rpc.arrival import OpenArrivals, receive
+from services.rpc.handlers import called_early, wrapped
+from services.rpc.insight import send_request_id
 from services.rpc.keys import Key, Keys
 from services.rpc.status import abort
 
@@ -32,6 +34,7 @@ class Gate(aio.ServerInterceptor):
     def __init__(self, keys: Keys | None, call_limit: int) -> None:
         self._keys, self._call_limit = keys, call_limit
         self._running = 0
+        self._open_arrivals = OpenArrivals()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -45,19 +48,24 @@ class Gate(aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "grpc.RpcMethodHandler[Any, Any] | None":
         """Returns the method's handler, or one that refuses the call."""
-        method = handler_call_details.method
-        key = None
+        method, key, refused = handler_call_details.method, None, None
         if self._keys:
             try:
                 key = self._keys.find(_authorization(handler_call_details.invocation_metadata))
+                CALLER.set(key.name)
             except DraftBridgeError as error:
-                handler = await continuation(handler_call_details)
-                # An unknown method has no handler, so that a client cannot make up names for metrics.
-                return handler if handler is None or method.startswith(_OPEN) else _refusal(error)
-            CALLER.set(key.name)
+                refused = error
         handler = await continuation(handler_call_details)
-        if handler is None or not method.startswith(_OURS):
+        if handler is None:  # an unknown method, so that a client cannot make up names for metrics
+            return None
+        if method.startswith(_OPEN):
+            return called_early(handler, self._open_arrivals.receive)
+        if refused:
+            return _refusal(refused)
+        if not method.startswith(_OURS):
             return handler
+        # A call is admitted before its message is received, which would have no limit otherwise.
+        handler = called_early(handler, _receive)
         if key and method.endswith(_TRANSLATING):
             return self._counted(handler, None, key.translation)
         if key and method.endswith(_GENERATING):
@@ -112,6 +120,13 @@ class Gate(aio.ServerInterceptor):
             self._running -= 1
             if not self._running:
                 self._idle.set()
+
+
+async def _receive(context: "aio.ServicerContext[Any, Any]") -> Any:
+    """Returns the message of a call, and lets its client know the id before the first answer."""
+    message = await receive(context)
+    await send_request_id(context)
+    return message
 
 
 def _authorization(metadata: Any) -> str | None:

@@ -13,7 +13,7 @@ from services.rpc.gate import CALLER
 # Of calls without a key: strangers may watch too, and a watch takes up to 40 KB. Each worker of a bridge, which has at
 # most 256, watches once.
 _MAX_WATCHES = 2048
-# Of a request for a watch, which gRPC holds until the watch ends; it may have fields that the contract lacks.
+# Of a request for a watch, which is held until the watch ends; it may have fields that the contract lacks.
 _MAX_REQUEST_BYTES = 512
 _Response = health_pb2.HealthCheckResponse
 

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -77,26 +77,33 @@ class InsightInterceptor(aio.ServerInterceptor):
     def _single(self, method: str, behavior: Callable[..., Awaitable[Any]]) -> Any:
         async def call(request: Any, context: "aio.ServicerContext[Any, Any]") -> Any:
             with self._call(method, context):
-                await context.send_initial_metadata(((REQUEST_ID_KEY, request_id.get()),))
-                return await behavior(request, context)
+                response = await behavior(request, context)
+                await send_request_id(context)
+                return response
 
         return call
 
     def _streaming(self, method: str, behavior: Any) -> Any:
         async def call(request: Any, context: "aio.ServicerContext[Any, Any]") -> AsyncIterator[Any]:
             with self._call(method, context):
-                metadata = ((REQUEST_ID_KEY, request_id.get()),)
-                # A call that sends a stream may still be refused: `abort` then sends its metadata with the reason.
-                if not (waits := hasattr(request, "__aiter__")):
-                    await context.send_initial_metadata(metadata)
+                is_first = True
                 async with aclosing(behavior(request, context)) as responses:
                     async for response in responses:
-                        if waits:
-                            await context.send_initial_metadata(metadata)
-                            waits = False
+                        if is_first:
+                            await send_request_id(context)
+                            is_first = False
                         yield response
 
         return call
+
+
+async def send_request_id(context: "aio.ServicerContext[Any, Any]") -> None:
+    """Sends the initial metadata, unless they have been sent.
+
+    Not before a call's first message has arrived: a call that is refused earlier sends them with the reason.
+    """
+    with suppress(aio.UsageError):
+        await context.send_initial_metadata(((REQUEST_ID_KEY, request_id.get()),))
 
 
 def _code(context: "aio.ServicerContext[Any, Any]", otherwise: grpc.StatusCode) -> grpc.StatusCode:

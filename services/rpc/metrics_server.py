@@ -15,6 +15,7 @@ from prometheus_client.exposition import ThreadingWSGIServer
 from bridge.errors import DraftBridgeError
 from services.config import ProcessConfig
 from services.errors import Unauthenticated
+from services.metrics import readable_accept
 from services.rpc import security
 from services.rpc.keys import Keys
 from services.rpc.server import host_and_port
@@ -52,7 +53,7 @@ def serving_metrics(config: ProcessConfig, registry: CollectorRegistry) -> Itera
     host, port = host_and_port("--metrics", config.metrics)
     security.check_exposure(config.metrics, config)
     context = security.server_context(config)
-    application: Application = make_wsgi_app(registry)
+    application = _readable(make_wsgi_app(registry))
     if config.keys:
         application = _guarded(application, Keys(config.keys))
     bare = host.removeprefix("[").removesuffix("]")
@@ -152,6 +153,15 @@ class _Handler(WSGIRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Logs nothing: requests for metrics arrive every few seconds."""
+
+
+def _readable(application: Application) -> Application:
+    """Returns an application that gives another one only Accept headers that it can read."""
+
+    def readable(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        return application(environ | {"HTTP_ACCEPT": readable_accept(environ.get("HTTP_ACCEPT", ""))}, start_response)
+
+    return readable
 
 
 def _guarded(application: Application, keys: Keys) -> Application:

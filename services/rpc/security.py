@@ -178,8 +178,9 @@ class _Certificates:
                 context.load_verify_locations(self._client_ca)
                 context.verify_mode = ssl.CERT_REQUIRED
                 # A client that resumes a session shows no certificate, so it would stay admitted without its authority.
-                context.num_tickets = 0  # TLS 1.3
-                context.options |= ssl.OP_NO_TICKET  # TLS 1.2
+                # For TLS 1.2 OpenSSL remembers sessions itself, which Python cannot switch off.
+                context.minimum_version = ssl.TLSVersion.TLSv1_3
+                context.num_tickets = 0
         except (ssl.SSLError, OSError) as error:
             raise InvalidConfiguration(
                 f"{self._client_ca} has no certificates in PEM ({error}): give the file of the clients' authority"

@@ -23,6 +23,7 @@ from bridge.errors import DraftBridgeError, InvalidRequest, NotReady, ProtocolVi
 from draftbridge.errors import DETAILS_KEY, connection_broke, read_report, tls_failure
 from services.errors import Exhausted, ModelNotFound, StreamEnded, TlsFailed, TokenRefused, Unauthenticated
 from services.logs import REQUEST_ID_KEY, request_id
+from services.quoting import clipped, one_line
 from services.rpc.handlers import wrapped
 
 _log = logging.getLogger(__name__)
@@ -30,8 +31,8 @@ _log = logging.getLogger(__name__)
 DOMAIN = "draftbridge"
 
 # Clients may refuse more than 8 KiB of trailing metadata and lose the status with it. The text is sent twice, once with
-# three bytes for each that is not ASCII; the details are sent as base64. These limits keep the total below 6 KiB.
-_MAX_TEXT_BYTES = 600
+# three bytes for each that is not ASCII; the details are sent as base64. This limit, and that of `clipped`, keep the
+# total below 6 KiB.
 _MAX_METADATA_BYTES = 2000
 _MAX_RETRY_SECONDS = 86_400
 # What gRPC itself reports of a call that its server did not answer. CANCELLED: the server was stopping, or a proxy on
@@ -65,7 +66,7 @@ class RemoteError(DraftBridgeError):
     """
 
     def __init__(self, code: grpc.StatusCode, reason: str, message: str, metadata: Mapping[str, str]) -> None:
-        super().__init__(_clipped(_printable(message)) or f"the call failed with {code.name}")
+        super().__init__(clipped(one_line(message)) or f"the call failed with {code.name}")
         self.code = code
         # The class's reason is a placeholder: each instance has that of the remote error.
         self.reason = reason if _REASON.fullmatch(reason) else code.name  # type: ignore[misc]
@@ -81,7 +82,7 @@ def code_of(error: DraftBridgeError) -> grpc.StatusCode:
 
 def from_rpc_error(error: aio.AioRpcError, address: str) -> DraftBridgeError:
     """Converts a failed call to `address` to a `DraftBridgeError`."""
-    code, details = error.code(), _printable(error.details() or "")
+    code, details = error.code(), one_line(error.details() or "")
     report = read_report(error.trailing_metadata())
     failed_write = code is grpc.StatusCode.INTERNAL and _FAILED_WRITE in details
     if failed_write and not report and (report := read_report(error.initial_metadata())):
@@ -121,7 +122,7 @@ def status_of(error: Exception) -> status_pb2.Status:
     packed = [AnyMessage() for _ in details]
     for detail, one in zip(packed, details, strict=True):
         detail.Pack(one)
-    return status_pb2.Status(code=code_of(error).value[0], message=_clipped(str(error)), details=packed)
+    return status_pb2.Status(code=code_of(error).value[0], message=clipped(str(error)), details=packed)
 
 
 async def abort(context: "aio.ServicerContext[Any, Any]", error: Exception) -> NoReturn:
@@ -142,11 +143,11 @@ def _bounded(metadata: Mapping[str, str]) -> dict[str, str]:
     """Returns the first entries that fit into the limit, without those whose key is not allowed in an ErrorInfo."""
     kept, room = {}, _MAX_METADATA_BYTES
     for key, value in metadata.items():
-        clipped = _clipped(value)
+        short = clipped(value)
         # Each map entry has a few bytes of overhead.
-        size = len(key) + len(clipped.encode()) + 8
+        size = len(key) + len(short.encode()) + 8
         if _METADATA_KEY.fullmatch(key) and size <= room:
-            kept[key] = clipped
+            kept[key] = short
             room -= size
     return kept
 
@@ -158,19 +159,6 @@ def retry_seconds(metadata: Mapping[str, str]) -> int:
     except ValueError:
         return 0
     return min(math.ceil(delay), _MAX_RETRY_SECONDS) if math.isfinite(delay) and delay > 0 else 0
-
-
-def _printable(text: str) -> str:
-    """Returns the text as one line for a log."""
-    return "".join(char if char.isprintable() else " " for char in text)
-
-
-def _clipped(text: str) -> str:
-    """Returns the beginning of the text with lone surrogates replaced, so that UTF-8 can encode it."""
-    data = text.encode(errors="replace")
-    if len(data) <= _MAX_TEXT_BYTES:
-        return data.decode()
-    return data[:_MAX_TEXT_BYTES].decode(errors="ignore") + "..."
 
 
 class _Malformed:

@@ -15,6 +15,7 @@ from typing import Any
 
 from bridge.errors import TokenizerNotUnderstood
 from bridge.text.vocabulary import Vocabulary
+from services.quoting import clipped, one_line
 from services.sandbox.process import confine
 
 # The largest published tokenizers take 1.2 GB. A container that exceeds its memory ends whole, so this is less.
@@ -30,8 +31,6 @@ TEXTS = (
 )
 # About the number of ids that are tested one by one, spread evenly over a larger vocabulary.
 _MAX_TESTED_IDS = 4096
-# What is kept of the beginning and of the end of a text that quotes a tokenizer. Errors end with the remedy.
-_MAX_BEGINNING, _MAX_END = 600, 200
 
 
 def self_test(vocabulary: Vocabulary) -> str:
@@ -81,9 +80,7 @@ def _wrong(what: str, decoded: str, spelled: str) -> TokenizerNotUnderstood:
 
 def _quotable(text: str) -> str:
     """Returns a text that may quote a tokenizer as one line that fits into a log and a status."""
-    if len(text) > _MAX_BEGINNING + _MAX_END:
-        text = f"{text[:_MAX_BEGINNING]} ... {text[-_MAX_END:]}"
-    return "".join(char if char.isprintable() else " " for char in text)
+    return one_line(clipped(text))
 
 
 def _main() -> None:

@@ -337,18 +337,30 @@ async def test_bugs_and_unknown_hosts_have_openai_s_form(
         assert "--http-host" in refused(await http.get("/health", headers={"host": "evil.example"}), 400, None)
 
 
-async def test_other_origins_and_hosts_are_refused_unless_configured(tiny_fleet: Fleet) -> None:
+async def test_other_origins_and_hosts_are_refused_unless_configured(
+    tiny_fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     origin = {"origin": "https://app.example"}
     plain = httpx.get(f"{tiny_fleet.http}/v1/models", headers=origin)
     assert "access-control-allow-origin" not in plain.headers
     assert httpx.get(f"{tiny_fleet.http}/health", headers={"host": "evil.example"}).status_code == 400
     options = {"http_origin": ("https://app.example",), "http_host": ("models.example",)}
-    async with door(tiny_fleet, **options) as (url, _), httpx.AsyncClient(base_url=url) as http:
+
+    async def fail(*given: object) -> None:
+        raise ValueError("a bug")
+
+    async with door(tiny_fleet, **options) as (url, gateway), httpx.AsyncClient(base_url=url) as http:
         allowed = await http.get("/v1/models", headers=origin)
         assert allowed.headers["access-control-allow-origin"] == "https://app.example"
         assert "access-control-allow-origin" not in (await http.get("/health", headers={"origin": "https://b"})).headers
         assert (await http.get("/health", headers={"host": "models.example"})).status_code == 200
-        assert (await http.get("/health", headers={"host": "evil.example"})).status_code == 400
+        refusal = await http.get("/health", headers=origin | {"host": "evil.example"})
+        preflight = await http.options("/v1/models", headers=origin | {"access-control-request-method": "GET"})
+        monkeypatch.setattr(gateway, "served", fail)
+        failure = await http.get("/v1/models", headers=origin)
+        for answer, status in ((refusal, 400), (preflight, 200), (failure, 500)):
+            assert answer.status_code == status and answer.headers["x-request-id"]
+            assert answer.headers["access-control-allow-origin"] == "https://app.example", "the page may read it"
 
 
 async def test_an_address_that_cannot_be_listened_on(tiny_fleet: Fleet) -> None:

@@ -13,7 +13,7 @@ import pytest
 from draftbridge import CallError, Client
 from draftbridge.security import Credentials
 from services.cli.processes import Fleet, launched
-from tests.support.certificates import Pair, authority, issue
+from tests.support.certificates import Pair, admitted_around, authority, issue
 from tests.support.doors import door
 from tests.support.waiting import held
 
@@ -69,6 +69,8 @@ def test_a_token_opens_it_over_tls(secured: tuple[str, str, Path]) -> None:
         assert http.post("/v1/completions", json=BODY).json()["usage"]["completion_tokens"] > 0
         metrics = http.get("/metrics")
         assert metrics.headers["content-type"].startswith("text/plain")
+        odd = http.get("/metrics", headers={"accept": "application/openmetrics-text;version=abc"})
+        assert odd.headers["content-type"].startswith("text/plain")
         counted = 'http_request_method="POST",http_response_status_code="200",http_route="/v1/completions"'
         assert f"draftbridge_http_server_request_duration_seconds_count{{{counted}}} 1.0" in metrics.text
         # The first internal error is an increase only of a series that exists before.
@@ -194,3 +196,19 @@ async def test_it_takes_over_changed_authorities_of_clients(tiny_fleet: Fleet, t
         assert await asyncio.to_thread(accepted) == [True, False, False]
         others.replace(clients)
         assert await asyncio.to_thread(accepted) == [False, True, False]
+
+
+# TLS 1.2 is refused, because its sessions could be resumed.
+@pytest.mark.parametrize(("version", "admitted"), [(ssl.TLSVersion.TLSv1_2, False), (ssl.TLSVersion.TLSv1_3, True)])
+async def test_a_client_cannot_resume_a_session_after_its_authority_was_removed(
+    tiny_fleet: Fleet, tmp_path: Path, version: ssl.TLSVersion, admitted: bool
+) -> None:
+    ca, clients, others = (tmp_path / name for name in ("ca.pem", "clients.pem", "others.pem"))
+    pair, own = issue(authority(ca), tmp_path, "server"), issue(authority(clients), tmp_path, "own")
+    authority(others)
+    context = trusting(ca, own)
+    context.maximum_version = version
+    options = {"tls_certificate": pair.certificate, "tls_key": pair.key, "tls_client_ca": clients}
+    async with door(tiny_fleet, **options) as (url, _):
+        found = await asyncio.to_thread(admitted_around, lambda: others.replace(clients), url, context)
+    assert found == [admitted, False]

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -121,6 +122,35 @@ async def test_translations_are_limited_apart_from_requests(tmp_path: Path) -> N
         slow.end.set()
         await first
         await stub.Translate(request, metadata=OWN)
+
+
+async def outcome(call: Any) -> str:
+    """Returns the reason of a call's error, empty if there is none."""
+    try:
+        await call
+    except aio.AioRpcError as error:
+        return CallError.from_rpc(error, "the bridge").reason
+    return ""
+
+
+async def test_a_call_counts_while_its_message_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with limited(tmp_path) as (_, address), aio.insecure_channel(address) as channel:
+        # On the wire, a stream of one message is the same as a message, which this client does not send yet.
+        translate = channel.stream_unary("/draftbridge.v1.BridgeService/Translate")
+        calls = [translate(metadata=OWN) for _ in range(2)]
+        outcomes = [asyncio.create_task(outcome(one)) for one in calls]
+        (refused,), _ = await asyncio.wait(outcomes, return_when=asyncio.FIRST_COMPLETED)
+        assert refused.result() == "KEY_LIMIT_REACHED"
+        (admitted,) = (one for one in calls if not one.done())
+        await admitted.write(b"")
+        await admitted.done_writing()
+        assert sorted(await asyncio.gather(*outcomes)) == ["", "KEY_LIMIT_REACHED"]
+        without = translate(metadata=OWN)
+        await without.done_writing()
+        assert await outcome(without) == "PROTOCOL_VIOLATION"
+        monkeypatch.setattr("services.rpc.arrival._MESSAGE_SECONDS", 0.1)
+        for _ in range(2):  # the first one counts no more when it has ended
+            assert await outcome(translate(metadata=OWN)) == "PROTOCOL_VIOLATION"
 
 
 @pytest.mark.parametrize(("seconds", "shown"), [(0.01, "0.1 s"), (1.0, "1.0 s"), (177.61, "177.7 s")])

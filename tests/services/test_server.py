@@ -132,6 +132,43 @@ async def seconds_to_stop(grace: float, hurries: bool) -> float:
     return taken
 
 
+class Echo(grpc.GenericRpcHandler):
+    """A service with one method, which returns its message. `begun` is set once the headers of a call have arrived."""
+
+    def __init__(self) -> None:
+        self.begun = asyncio.Event()
+
+    def service(self, details: Any) -> Any:
+        if details.method != METHOD:
+            return None
+        self.begun.set()
+        return grpc.unary_unary_rpc_method_handler(self.echo, bytes, bytes)
+
+    async def echo(self, request: bytes, context: Any) -> bytes:
+        return request
+
+
+async def test_a_call_whose_message_still_arrives_may_end_within_the_grace_period(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("services.rpc.server._IDLE_SECONDS", 0.0)
+    server, echo, stop = Server("127.0.0.1:0", ServerConfig(grace=60)), Echo(), Stop()
+    server.register(lambda servicer, to: to.add_generic_rpc_handlers((servicer,)), echo, None)
+    started = asyncio.Event()
+    running = asyncio.create_task(server.run_until(stop, lambda address: started.set()))
+    await started.wait()
+    async with aio.insecure_channel(server.address) as channel, asyncio.timeout(60):
+        call = channel.stream_unary(METHOD)()  # on the wire, the same as a call with one message
+        await echo.begun.wait()
+        stop.set()
+        await asyncio.wait([running], timeout=0.5)
+        assert not running.done(), "it waits for the call"
+        await call.write(b"late")
+        await call.done_writing()
+        assert await call == b"late"
+        await running
+
+
 async def test_a_service_that_cannot_be_used_has_its_own_health_and_errors_are_counted_from_zero() -> None:
     metrics, usable, stop, started = ServerMetrics(), threading.Event(), Stop(), asyncio.Event()
     server = Server("127.0.0.1:0", ServerConfig(grace=0.0), Insight(metrics))

@@ -93,15 +93,15 @@ async def test_a_watcher_that_does_not_read_delays_neither_the_health_nor_the_en
 
 
 @asynccontextmanager
-async def guarded(tmp_path: Path) -> AsyncIterator[health_pb2_grpc.HealthStub]:
-    """Yields a stub of the health service of a server with keys."""
+async def guarded(tmp_path: Path) -> AsyncIterator[tuple[health_pb2_grpc.HealthStub, aio.Channel]]:
+    """Yields a stub of the health service of a server with keys, and its channel."""
     keys, stop, started = tmp_path / "keys.toml", Stop(), asyncio.Event()
     keys.write_text(KEYS)
     server = Server("127.0.0.1:0", ServerConfig.model_validate({"keys": keys}))
     running = asyncio.create_task(server.run_until(stop, lambda address: started.set()))
     await started.wait()
     async with aio.insecure_channel(server.address) as channel, asyncio.timeout(60):
-        yield health_pb2_grpc.HealthStub(channel)
+        yield health_pb2_grpc.HealthStub(channel), channel
         stop.set()
         await running
 
@@ -110,7 +110,7 @@ async def guarded(tmp_path: Path) -> AsyncIterator[health_pb2_grpc.HealthStub]:
 async def test_strangers_have_a_limit_of_watches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.rpc.health._MAX_WATCHES", 2)
     request, alice = health_pb2.HealthCheckRequest(), (("authorization", f"Bearer {ALICE}"),)
-    async with guarded(tmp_path) as stub:
+    async with guarded(tmp_path) as (stub, _):
         watching = [stub.Watch(request) for _ in range(2)]
         for one in watching:
             assert (await one.read()).status == health_pb2.HealthCheckResponse.SERVING
@@ -129,9 +129,27 @@ async def test_strangers_have_a_limit_of_watches(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.parametrize("method", ["Check", "Watch"])
+async def test_messages_of_strangers_that_do_not_arrive_are_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.setattr("services.rpc.arrival._MAX_ARRIVING", 2)
+    monkeypatch.setattr("services.rpc.arrival._BURST_SECONDS", 0.1)
+    async with guarded(tmp_path) as (stub, channel):
+        # On the wire, a stream of one message is the same as a message, which this client does not send.
+        begin = channel.stream_stream(f"/grpc.health.v1.Health/{method}")
+        codes = [asyncio.ensure_future(begin().code()) for _ in range(5)]
+        while sum(one.done() for one in codes) < 3:
+            await asyncio.wait([one for one in codes if not one.done()], return_when=asyncio.FIRST_COMPLETED)
+        assert sum(one.done() for one in codes) == 3, "two may take longer"
+        assert (await stub.Check(health_pb2.HealthCheckRequest())).status == health_pb2.HealthCheckResponse.SERVING
+        assert set(await asyncio.gather(*codes)) == {grpc.StatusCode.INVALID_ARGUMENT}
+
+
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", ["x" * 513, "x" * (2 << 20)], ids=["513", "2 MiB"])
 async def test_a_long_name_of_a_service_is_neither_held_nor_returned(tmp_path: Path, name: str) -> None:
-    async with guarded(tmp_path) as stub:
+    async with guarded(tmp_path) as (stub, _):
         request = health_pb2.HealthCheckRequest(service=name)
         for call in (stub.Check(request), stub.Watch(request).read()):
             with pytest.raises(aio.AioRpcError) as refused:

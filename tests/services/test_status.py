@@ -79,6 +79,19 @@ def test_a_report_is_passed_on_with_its_code(
     assert (again.code, read_report([(KEY, again.SerializeToString())])) == (status.code, report)
 
 
+@pytest.mark.parametrize("filler", ["x", "é", "\U0001f600", "\ud800"])
+def test_a_long_text_keeps_its_beginning_and_its_remedy(filler: str) -> None:
+    begin, remedy = "the model's file is broken (", "): download the model again"
+    error = DraftBridgeError(f"{begin}{filler * 5000}{remedy}", path=f"/{filler * 5000}/name")
+    status = status_of(error)
+    assert status.message.startswith(begin) and status.message.endswith(remedy)
+    assert 590 < len(status.message.encode()) <= 600
+    report = read_report([(KEY, status.SerializeToString())])
+    assert report is not None and report.metadata["path"].endswith("/name")
+    passed_on = from_rpc_error(failed(grpc.StatusCode.INTERNAL, ((KEY, status.SerializeToString()),)), "host:1")
+    assert str(passed_on) == status.message
+
+
 @given(
     code=st.sampled_from(CODES),
     trailing=st.lists(

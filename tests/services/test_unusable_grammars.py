@@ -154,6 +154,7 @@ BAD = [
         'start: %json {"x-guidance": {"whitespace_flexible": true}}',
         r"%json: at #: .*part of a",
     ),
+    (GrammarKind.LARK, r'start: %json {"type": "\ud800"}', r"at 1\(8\): %json: at #/type: Invalid type: \?"),
     (GrammarKind.LARK, 'start: %json {"a": 1}', r'at 1\(8\): %json: at #: the keyword "a"'),
     (GrammarKind.LARK, 'start: "a"\n | %json {"pattern": "(?x)a"}', r"at 2\(4\): %json: at #/pattern: the flag x"),
     (GrammarKind.LARK, 'start: %lark { start: "a" }', r"at 1\(8\): %lark: it is not supported"),
