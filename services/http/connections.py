@@ -82,11 +82,11 @@ class Connection(HttpToolsProtocol):
         self._handshake = handshake = object()
         if shaking and len(self.connections) + len(shaking) >= max_connections:
             raise ConnectionAbortedError("there are too many connections")  # asyncio closes this one
-        shaking.add(handshake)
-        # A protocol is not told that its handshake has failed, but asyncio's task that accepts it ends then.
-        accepting = asyncio.current_task()
-        assert accepting, "asyncio accepts each connection in a task"
-        accepting.add_done_callback(lambda _: shaking.discard(handshake))
+        # A protocol is not told that its handshake has failed, but asyncio's task that accepts it ends then. Event loops
+        # without such a task, such as that of Windows, count no handshakes.
+        if accepting := asyncio.current_task():
+            shaking.add(handshake)
+            accepting.add_done_callback(lambda _: shaking.discard(handshake))
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Closes the connection at once if there are too many."""
