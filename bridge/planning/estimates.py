@@ -300,7 +300,7 @@ class RequestEstimates:
                     right = result.token_ids[branch.index] == branch.token_id
                     self.draft.branches.observe(branch.evidence, float(right))
             answered = result.waited_ns >= _MIN_WAITED_NS and not outcome.timed_out
-            if plan.pace.turns and not tried.token_ids and answered:
+            if plan.pace.turns and not tried.token_ids and not drafted and answered:
                 # The draft had nothing to propose, which is worth no more than a wrong token.
                 self.positions.observe([(1, 0.0)])
 

@@ -1,6 +1,7 @@
 """Renders a user's input in the tokens of one model: a text, ids, or a chat in the model's own template."""
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -10,7 +11,6 @@ from typing import Any
 from bridge.errors import DraftBridgeError, InvalidField, InvalidRequest, UnusableModel
 from bridge.text.json_objects import read_object
 from bridge.text.models import Model, derived
-from bridge.text.string_matcher import StringMatcher
 from bridge.text.vocabulary import Marks, Rendering
 from bridge.threads import is_large
 
@@ -61,7 +61,7 @@ def render_chat(model: Model, chat: Chat) -> Rendering:
     A control token spelled in a message, or in any other value from the user, is plain text: a mark that occurs in no
     value splits it before rendering, and its two parts are encoded separately. This holds for a template that copies,
     trims, cuts or joins values, but not for one that makes new text of their single characters. Not split is what the
-    template looks for in the assistant's own messages; see `Model.assistant_markup`.
+    template looks for in the assistant's own messages; see `Model.looked_for`.
     Raises `InvalidField` for a chat that the template refuses, `UnusableModel` for a template that fails.
     """
     for name in chat.variables:
@@ -203,7 +203,7 @@ def _rendered(model: Model, chat: Chat, *, add_generation_prompt: bool) -> tuple
     messages = _each_text(given, shield)
     for shielded, one in zip(messages, chat.messages, strict=True):
         if one.role == "assistant":
-            shielded["content"] = _shield(one.content, model, marks, model.assistant_markup)
+            shielded["content"] = _shield_parts(one.content, model, marks)
     if not model.chat_template:
         # Any language model, even without instruction tuning, continues a transcript.
         turns = [f"{one['role'].capitalize()}: {one['content']}\n\n" for one in messages]
@@ -318,26 +318,43 @@ def _each_text(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
-def _shield(text: str, model: Model, marks: Marks, markup: StringMatcher | None = None) -> str:
+def _shield_parts(text: str, model: Model, marks: Marks) -> str:
+    """Returns `text` with the parts between those tokens shielded that the template looks for.
+
+    A template that leaves out such a token may join the parts beside it, so these must not become markup together.
+    """
+    if not model.looked_for:
+        return _shield(text, model, marks)
+    shielded = ""
+    parts = re.split(f"({'|'.join(map(re.escape, sorted(model.looked_for)))})", text)
+    for place, part in enumerate(parts):
+        if part in model.looked_for:
+            shielded += part
+        else:
+            ends_one, begins_one = model.markup.may_be_cut(part)
+            shielded += marks.split * (ends_one and place > 0) + _shield(part, model, marks)
+            shielded += marks.split * (begins_one and place < len(parts) - 1)
+    return shielded
+
+
+def _shield(text: str, model: Model, marks: Marks) -> str:
     """Returns `text` with its markup split after the first character, or marked as literal if that is all of it.
 
     A start or end of the text that could become markup together with what stands next to it is split off, too.
-    `markup`: by default, all of the model's.
     """
-    markup = markup or model.markup
-    shielded = _broken(text, model, marks, markup)
+    shielded = _broken(text, model, marks)
     while model.vocabulary.normalizes_added:
         # A split may reveal other markup, so this repeats until nothing changes.
-        again = marks.split.join(_broken(part, model, marks, markup) for part in shielded.split(marks.split))
+        again = marks.split.join(_broken(part, model, marks) for part in shielded.split(marks.split))
         if again == shielded:
             break
         shielded = again
-    begins, ends = markup.may_join(text)
+    begins, ends = model.markup.may_join(text)
     return marks.split * begins + shielded + marks.split * ends
 
 
-def _broken(text: str, model: Model, marks: Marks, markup: StringMatcher) -> str:
-    places = {(start + (end - start > 1), end - start > 1) for start, end in model.vocabulary.spans(text, markup)}
+def _broken(text: str, model: Model, marks: Marks) -> str:
+    places = {(start + (end - start > 1), end - start > 1) for start, end in model.vocabulary.spans(text, model.markup)}
     broken, done = "", 0
     for place, split in sorted(places):
         if text[place - 1 : place] != marks.literal:

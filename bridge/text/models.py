@@ -63,20 +63,21 @@ class Model:
 
         These are special tokens, eos ids, and the added tokens that the chat template writes, special or not.
         """
-        return StringMatcher(self._ends_and_controls | self._written)
+        words = self.vocabulary
+        ends = {words.name(id_) for id_ in self.special_ids.eos}
+        return StringMatcher(words.controls.strings | ends | self._written)
 
     @cached_property
-    def assistant_markup(self) -> StringMatcher:
-        """Finds the same in what the assistant has said, but not the tokens that the chat template looks for in it.
+    def looked_for(self) -> frozenset[str]:
+        """Returns the added tokens, not special ones, that the chat template looks for in texts, such as `</think>`.
 
-        With these, such as `</think>`, the assistant has divided its text, and the template leaves out a part of it.
+        With these the assistant has divided what it said, and a template leaves out a part of it.
         """
-        looked_for = {text for text in self._written if _looks_for(self.chat_template, text)}
-        return StringMatcher(self._ends_and_controls | (self._written - looked_for))
-
-    @property
-    def _ends_and_controls(self) -> frozenset[str]:
-        return self.vocabulary.controls.strings | {self.vocabulary.name(id_) for id_ in self.special_ids.eos}
+        words = self.vocabulary
+        ends = {words.name(id_) for id_ in self.special_ids.eos}
+        return frozenset(
+            text for text in self._written - words.controls.strings - ends if _looks_for(self.chat_template, text)
+        )
 
     @property
     def _written(self) -> set[str]:
@@ -130,10 +131,15 @@ class Model:
         return self.vocabulary.control_id(source.vocabulary.name(id_))
 
 
+# Methods of texts by which a template looks for a string.
+_LOOKS = "split|rsplit|partition|rpartition|find|index|startswith|endswith|replace|count"
+
+
 def _looks_for(template: str, text: str) -> bool:
     """Returns whether a template divides texts at a string, or asks whether they contain it."""
     quoted = rf"""(?:'{re.escape(text)}'|"{re.escape(text)}")"""
-    return re.search(rf"split\(\s*{quoted}|{quoted}\s+(?:not\s+)?in\b", template) is not None
+    called = rf"\.(?:{_LOOKS})\s*\(\s*(?:\w+\s*=\s*)?{quoted}"
+    return re.search(rf"{called}|{quoted}\s*(?:not\s+)?in\b", template) is not None
 
 
 def derived(function: Callable[[Model], T]) -> Callable[[Model], T]:

@@ -31,13 +31,24 @@ class StringMatcher:
             start = match_.start()
             beginning = text[start : start + self._shortest[match_[0]]]
             ends = (start + length for length in self._after.get(beginning, ()))
-            found.update((start, end) for end in ends if text[start:end] in self.strings)
+            found.update((start, end) for end in ends if end <= len(text) and text[start:end] in self.strings)
         return found
 
     def may_join(self, text: str) -> tuple[bool, bool]:
         """Returns whether the text's start, and its end, could become part of a string next to one of the strings."""
         starts, ends = self._joining
         return text.startswith(starts), text.endswith(ends)
+
+    def may_be_cut(self, text: str) -> tuple[bool, bool]:
+        """Returns whether the text's start may be the end of a string that was cut, and its end the beginning."""
+        ends, beginnings = self._cut
+        return text.startswith(ends), text.endswith(beginnings)
+
+    @cached_property
+    def _cut(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Returns the ends of all strings, and their beginnings, without the whole strings."""
+        cuts = [(string[:cut], string[cut:]) for string in self.strings for cut in range(1, len(string))]
+        return tuple({end for _, end in cuts}), tuple({beginning for beginning, _ in cuts})
 
     @cached_property
     def _joining(self) -> tuple[tuple[str, ...], tuple[str, ...]]:

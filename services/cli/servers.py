@@ -174,6 +174,10 @@ def up(
         pass
 
 
+# Hosts that stand for all addresses of the machine.
+_EVERYWHERE = frozenset({"", "0.0.0.0", "[::]", "::"})
+
+
 def _check_addresses(listen: str | None, http: str) -> None:
     """Fails for addresses that the bridge could not use, before models are loaded."""
     from services.rpc.server import check_free, host_and_port
@@ -185,15 +189,16 @@ def _check_addresses(listen: str | None, http: str) -> None:
         hint = "; `up` starts a bridge, whose other settings are variables such as DRAFTBRIDGE_BRIDGE_INSECURE"
         fail(f"{error}{hint if '--insecure' in str(error) else ''}")
     addresses = {"--listen": config.listen, "--http": config.http, "the metrics": config.metrics}
-    names: dict[int, str] = {}
+    taken: list[tuple[str, str, int]] = []
     for name, address in addresses.items():
         if address:
             check_free(address)
-            _, port = host_and_port(name, address)
-            if port in names:
-                fail(f"{names[port]} and {name} have the same port {port}: give each its own, or port 0 for a free one")
+            host, port = host_and_port(name, address)
+            for other, other_host, other_port in taken:
+                if port == other_port and (host == other_host or not _EVERYWHERE.isdisjoint((host, other_host))):
+                    fail(f"{other} and {name} have the same port {port}: give each its own, or port 0 for a free one")
             if port:
-                names[port] = name
+                taken.append((name, host, port))
 
 
 def pull(

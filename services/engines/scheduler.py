@@ -73,7 +73,7 @@ class Scheduler:
         self._lock = threading.Lock()
         self._closed = False
         # Sequences in a row whose forward failed though they ran alone.
-        self.failure_count = 0
+        self.failure_count = self._earlier_failures = 0
         # The present forward, and the time of the slowest one that has ended.
         self.present: Forward | None = None
         self.slowest_ns = 0
@@ -313,6 +313,7 @@ class Scheduler:
                 return
             job, row = planned[0]
             job.context.run(_log.exception, "a forward failed")
+            self.failure_count += 1
             self._fail(
                 job, EngineFailure(f"the model failed in a forward ({type(error).__name__}): see the server's log")
             )
@@ -321,6 +322,7 @@ class Scheduler:
             self.present = None
         self._observer.on_forward(len(planned), token_count, forward_ns)
         self._expected, self._linger_ns = len(self._jobs), min(max(forward_ns // 10, _LINGER_NS[0]), _LINGER_NS[1])
+        self._earlier_failures = self.failure_count
         for (job, row), logits in zip(planned, tables, strict=True):
             job.forward_ns += forward_ns
             job.token_count += len(row.token_ids) + len(branches)
@@ -350,6 +352,7 @@ class Scheduler:
             value = job.finish(logits)
             next_id = job.next_id(value)
         except BrokenLogits as error:
+            self.failure_count = self._earlier_failures + 1  # all such rows of a forward are one failure
             self._fail(job, error)
             return
         except (EngineFailure, InvalidGrammar) as error:
@@ -359,7 +362,7 @@ class Scheduler:
             job.context.run(_log.exception, "sampling failed")
             self._end(job, EngineFailure("sampling from the model's logits failed: see the server's log"))
             return
-        self.failure_count = 0
+        self.failure_count = self._earlier_failures = 0
         waited_ns = max(perf_counter_ns() - job.submitted_ns - job.forward_ns, 0)
         self._observer.on_job(waited_ns)
         cached, extra_count = job.cached_token_count, len(logits) - 1 - branch_count
@@ -372,7 +375,6 @@ class Scheduler:
 
     def _fail(self, job: Job, error: EngineFailure) -> None:
         """Ends a job whose forward was the model's fault. What that has cached counts no more."""
-        self.failure_count += 1
         self._observer.on_failure()
         self._end(job, error)
         self._hold(job, 0)

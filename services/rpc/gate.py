@@ -11,7 +11,7 @@ from grpc import aio
 
 from bridge.errors import DraftBridgeError
 from services.errors import Overloaded
-from services.rpc.arrival import OpenArrivals, receive
+from services.rpc.arrival import Arrivals
 from services.rpc.handlers import called_early, wrapped
 from services.rpc.insight import send_request_id
 from services.rpc.keys import Key, Keys
@@ -24,6 +24,11 @@ _OURS = "/draftbridge."
 _GENERATING = ("/Generate", "/Draft", "/Verify", "/Propose")
 _TRANSLATING = "/Translate"
 
+# How long a call waits for its message: if many calls do so, and if not. Those that need no key have small messages,
+# which arrive with their headers; `_MANY_OPEN` of them are not many. A client on a slow link needs a minute for the
+# largest of the other ones, but must not keep others out.
+_MANY_OPEN, _OPEN_SECONDS, _MESSAGE_SECONDS = 16, (1.0, 5.0), (5.0, 60.0)
+
 # The name of the key of the present call; empty if it has none.
 CALLER: ContextVar[str] = ContextVar("caller", default="")
 
@@ -34,7 +39,8 @@ class Gate(aio.ServerInterceptor):
     def __init__(self, keys: Keys | None, call_limit: int) -> None:
         self._keys, self._call_limit = keys, call_limit
         self._running = 0
-        self._open_arrivals = OpenArrivals()
+        self._open_arrivals = Arrivals(_MANY_OPEN, *_OPEN_SECONDS)
+        self._arrivals = Arrivals(call_limit // 2, *_MESSAGE_SECONDS)
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -65,12 +71,18 @@ class Gate(aio.ServerInterceptor):
         if not method.startswith(_OURS):
             return handler
         # A call is admitted before its message is received, which would have no limit otherwise.
-        handler = called_early(handler, _receive)
+        handler = called_early(handler, self._receive)
         if key and method.endswith(_TRANSLATING):
             return self._counted(handler, None, key.translation)
         if key and method.endswith(_GENERATING):
             return self._counted(handler, key, key.request)
         return self._counted(handler)
+
+    async def _receive(self, context: "aio.ServicerContext[Any, Any]") -> Any:
+        """Returns the message of a call, and lets its client know the id before the first answer."""
+        message = await self._arrivals.receive(context)
+        await send_request_id(context)
+        return message
 
     def _counted(
         self,
@@ -120,13 +132,6 @@ class Gate(aio.ServerInterceptor):
             self._running -= 1
             if not self._running:
                 self._idle.set()
-
-
-async def _receive(context: "aio.ServicerContext[Any, Any]") -> Any:
-    """Returns the message of a call, and lets its client know the id before the first answer."""
-    message = await receive(context)
-    await send_request_id(context)
-    return message
 
 
 def _authorization(metadata: Any) -> str | None:

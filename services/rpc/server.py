@@ -44,7 +44,7 @@ def check_free(listen: str) -> None:
     host, port = host_and_port("listen", listen)
     try:
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter for a name with an empty or long part
         raise PortTaken(listen) from error
     unusable = 0
     for family, kind, protocol, _, address in found:

@@ -203,8 +203,10 @@ def test_a_turn_that_was_not_sent_shows_what_the_draft_is_worth() -> None:
     plan = Plan("draft in turns", Prediction(2.0, MS), DraftPace(2, turns=True), source=DRAFT)
     unsure, suffix = Offer((5, 6), ("draft",) * 2, (0.2, 0.2)), Offer((7,), ("suffix",), (0.2,))
     for _ in range(100):
-        result = Pass(0, (5, 9), 0, 1, forward_ns=MS)  # the first one of the draft would have been right
-        estimates.observe(Outcome(result, suffix, (b"a", b"b"), MS), plan, [unsure, suffix])
+        # The first one of the draft would have been right; in every second pass, nothing was worth verifying.
+        for width, tried in ((1, suffix), (0, Offer())):
+            result = Pass(0, (5, 9), 0, width, forward_ns=MS, waited_ns=3 * MS)
+            estimates.observe(Outcome(result, tried, (b"a", b"b"), 4 * MS), plan, [unsure, suffix])
     assert draft.positions.of(1) > 0.9 and draft.positions.of(2) < 0.1
     assert draft.chances.of(0.2) == pytest.approx(0.5, abs=0.05)
     assert shared.chances["suffix"].of(0.2) < 0.1

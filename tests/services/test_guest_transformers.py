@@ -3,6 +3,7 @@
 import os
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ import torch
 import transformers
 from scipy.stats import chisquare
 
-from draftbridge.candidates import DEFAULT_DEADLINE_SECONDS
-from draftbridge.guests.transformers import Assistance
+from draftbridge.candidates import DEFAULT_DEADLINE_SECONDS, SequenceStep
+from draftbridge.guests.transformers import Assistance, _Generator
 from tests.support.guests import ToldClient
 
 # Two ids, so that candidates are right now and then.
@@ -286,6 +287,23 @@ def test_a_call_does_not_wait_until_another_has_its_answer(loaded: tuple[Any, An
         client.released.set()
         waiting.join(120)
     assert sorted(client.ended) == [1, 2], "the end of a text is reported later"
+
+
+def test_a_forward_that_could_not_be_reported_is_part_of_the_next_report() -> None:
+    reports = list[tuple[int, int | None, int]]()
+    answers = iter([(), (7, 8), None, None, ()])
+
+    class Busy:
+        """In place of `Assistance`, whose client another call uses now and then."""
+
+        def _step(self, step: SequenceStep, engine_seconds: float, forward_token_count: int) -> Sequence[int] | None:
+            reports.append((len(step.token_ids), step.verified_count, forward_token_count))
+            return next(answers)
+
+    generator = _Generator(Busy(), 1, 50, ())  # type: ignore[arg-type]
+    for count in (4, 5, 8, 9, 10):
+        generator.get_candidates(torch.arange(count)[None])
+    assert reports == [(4, 0, 0), (5, 0, 4), (8, 2, 3), (9, 2, 4), (10, 2, 5)]
 
 
 def test_a_forked_process_does_not_wait_for_a_thread_that_it_lacks(

@@ -133,7 +133,7 @@ async def outcome(call: Any) -> str:
     return ""
 
 
-async def test_a_call_counts_while_its_message_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_call_counts_while_its_message_arrives(tmp_path: Path) -> None:
     async with limited(tmp_path) as (_, address), aio.insecure_channel(address) as channel:
         # On the wire, a stream of one message is the same as a message, which this client does not send yet.
         translate = channel.stream_unary("/draftbridge.v1.BridgeService/Translate")
@@ -148,7 +148,12 @@ async def test_a_call_counts_while_its_message_arrives(tmp_path: Path, monkeypat
         without = translate(metadata=OWN)
         await without.done_writing()
         assert await outcome(without) == "PROTOCOL_VIOLATION"
-        monkeypatch.setattr("services.rpc.arrival._MESSAGE_SECONDS", 0.1)
+
+
+async def test_a_call_whose_message_does_not_arrive_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.rpc.gate._MESSAGE_SECONDS", (0.1, 0.1))
+    async with limited(tmp_path) as (_, address), aio.insecure_channel(address) as channel:
+        translate = channel.stream_unary("/draftbridge.v1.BridgeService/Translate")
         for _ in range(2):  # the first one counts no more when it has ended
             assert await outcome(translate(metadata=OWN)) == "PROTOCOL_VIOLATION"
 

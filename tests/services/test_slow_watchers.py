@@ -133,8 +133,8 @@ async def test_strangers_have_a_limit_of_watches(tmp_path: Path, monkeypatch: py
 async def test_messages_of_strangers_that_do_not_arrive_are_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    monkeypatch.setattr("services.rpc.arrival._MAX_ARRIVING", 2)
-    monkeypatch.setattr("services.rpc.arrival._BURST_SECONDS", 0.1)
+    monkeypatch.setattr("services.rpc.gate._MANY_OPEN", 2)
+    monkeypatch.setattr("services.rpc.gate._OPEN_SECONDS", (0.1, 5.0))
     async with guarded(tmp_path) as (stub, channel):
         # On the wire, a stream of one message is the same as a message, which this client does not send.
         begin = channel.stream_stream(f"/grpc.health.v1.Health/{method}")

@@ -127,26 +127,27 @@ class Assistance:
         ends = getattr(config, "_eos_token_tensor", None)
         return _Generator(self, sequence, config.max_length, () if ends is None else ends.reshape(-1).tolist())
 
-    def _step(self, step: SequenceStep, engine_seconds: float, forward_token_count: int) -> Sequence[int]:
-        """Reports a forward of a sequence, and returns candidates for the next one."""
+    def _step(self, step: SequenceStep, engine_seconds: float, forward_token_count: int) -> Sequence[int] | None:
+        """Reports a forward of a sequence, and returns candidates for the next one; None if it was not reported."""
         # While a call waits for a draft, no other call can report.
         deadline = self._deadline if len(self._running) <= 1 else min(self._deadline, DEFAULT_DEADLINE_SECONDS)
-        found = self._report(
-            [step], deadline, engine_seconds=engine_seconds, forward_token_count=forward_token_count
-        ).get(step.sequence_id)
-        return found.token_ids if found else ()
+        found = self._report([step], deadline, engine_seconds=engine_seconds, forward_token_count=forward_token_count)
+        if found is None:
+            return None
+        candidates = found.get(step.sequence_id)
+        return candidates.token_ids if candidates else ()
 
-    def _report(self, sequences: list[SequenceStep], deadline: float, **costs: Any) -> dict[int, Candidates]:
-        """Returns what the client has for sequences; nothing if another call uses it until the deadline.
+    def _report(self, sequences: list[SequenceStep], deadline: float, **costs: Any) -> dict[int, Candidates] | None:
+        """Returns what the client has for sequences; None if another call uses it until the deadline.
 
-        A later report then has what this one would have said.
+        A later report must then have what this one would have said.
         """
         if self._process != os.getpid():  # after a fork: a thread that is not in this process may hold the lock
             self._lock, self._process = threading.Lock(), os.getpid()
             self._running &= {getattr(self._active, "sequence", None)}
         lock = self._lock
         if not lock.acquire(timeout=min(deadline, MAX_DEADLINE_SECONDS)):
-            return {}
+            return None
         try:
             ended = [self._ended.popleft() for _ in range(len(self._ended))]
             return self.client.step(sequences, ended=ended, deadline=deadline if sequences else 0, **costs)
@@ -194,6 +195,9 @@ class _Generator:
         )
         engine_seconds = began - self._returned_at if self._returned_at else 0.0
         ids = self._assistance._step(step, engine_seconds, self._forward_count)
+        if ids is None:  # the next report is of this forward, too
+            self._forward_count += count if first else 1
+            return input_ids, None
         # Older versions of transformers do not end a text within the accepted tokens.
         end = next((place for place, id_ in enumerate(ids, 1) if id_ in self._ends), None)
         ids = ids[:end]

@@ -59,7 +59,8 @@ class Way:
     `max_width`: tokens of a pass at most. `min_width`: single tokens are filled up to it. `drift`: how far a logit
     moved between widths from `min_width` to `max_width`, and with one thread, 0.0 if all were the same bit for bit.
     `pass_ns`: time of a pass of 1, 2, 4 and 8 tokens, with what is filled up. `disturbed`: other work was going on
-    whenever one of them was measured; of a way that was chosen, also if that is true of the other way.
+    whenever one of them was measured; of a way that was chosen, also if that is true of the other way, or if that was
+    refused, because memory may have been short.
     """
 
     repacked: bool
@@ -108,7 +109,7 @@ def _measured(gguf: Path, threads: int, tries: Sequence[bool], probe: Probe, fil
         except TrialUnfinished as error:
             way, unfinished = before, str(error)  # what was measured in another round still holds
         except UnusableModel as error:
-            way, refusal = None, str(error)  # the other way may do: repacked weights need memory of their own
+            way, refusal = before, str(error)  # the other way may do: repacked weights need memory of their own
         found[repacked] = _combined(before, way) if before and way else way
     plain, repacked_way = found.get(False), found.get(True)
     if plain is None and repacked_way is None:
@@ -116,7 +117,7 @@ def _measured(gguf: Path, threads: int, tries: Sequence[bool], probe: Probe, fil
         if unfinished:
             raise TrialUnfinished(f"{unfinished} with {gguf.name} here: use {remedy}", model=gguf)
         raise UnusableModel(refusal or f"ik_llama.cpp crashes with {gguf.name} here: use {remedy}", model=gguf)
-    disturbed = any(one and one.disturbed for one in found.values())
+    disturbed = bool(refusal) or any(one and one.disturbed for one in found.values())
     way = replace(_better(plain, repacked_way), disturbed=disturbed)
     if not unfinished:
         remember(file, asdict(way))
