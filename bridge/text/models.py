@@ -71,7 +71,7 @@ class Model:
     def looked_for(self) -> frozenset[str]:
         """Returns the added tokens, not special ones, that the chat template looks for in texts, such as `</think>`.
 
-        With these the assistant has divided what it said, and a template leaves out a part of it.
+        They divide the assistant's text, of which a template may leave out a part.
         """
         words = self.vocabulary
         ends = {words.name(id_) for id_ in self.special_ids.eos}

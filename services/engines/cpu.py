@@ -8,7 +8,7 @@ from pathlib import Path
 from platform import processor
 
 _CPUINFO = Path("/proc/cpuinfo")
-# What tells kinds of processors apart: the first two lines on x86, the others on ARM.
+# Lines that differ between kinds of processors: the first two on x86, the others on ARM.
 _FACTS = ("model name", "flags", "CPU implementer", "CPU architecture", "CPU variant", "CPU part", "Features")
 _CGROUP = Path("/sys/fs/cgroup")
 # Devices of drivers for NVIDIA (Jetson has the second one), AMD, Gaudi, and GPUs in WSL.

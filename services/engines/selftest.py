@@ -69,7 +69,7 @@ class SelfTest:
         """Raises ValueError if the engine's logits differ from the model's own by more than the tolerance.
 
         Covers two rows of different lengths in a forward, a text in two parts, a rejected token and a copied slot.
-        `widths`: so many of the first text's last tokens run again, in a forward for each number.
+        `widths`: for each, that number of the first text's last tokens run again in a forward of their own.
         """
         text, other = self.texts
         engine.forward([Row(0, 0, (*text[:_READ], other[_READ]), _READ + 1)])

@@ -233,7 +233,7 @@ def _key(
     if options.weights is Weights.INT8:  # which torch needs for these weights only
         modules.append("torchao")
     libraries = [library_facts(name) for name in modules]
-    # torch obeys the variable if no option says otherwise.
+    # torch uses the variable if no option sets the number of threads.
     machine = (cpu_facts(), core_count(), os.environ.get("OMP_NUM_THREADS", ""))
     given = (options.device, options.dtype.value, options.weights.value, options.threads, _cache_bytes(options))
     facts = (files, libraries, machine, given, _RULE)

@@ -140,7 +140,7 @@ class Assistance:
     def _report(self, sequences: list[SequenceStep], deadline: float, **costs: Any) -> dict[int, Candidates] | None:
         """Returns what the client has for sequences; None if another call uses it until the deadline.
 
-        A later report must then have what this one would have said.
+        A later report must then contain this one.
         """
         if self._process != os.getpid():  # after a fork: a thread that is not in this process may hold the lock
             self._lock, self._process = threading.Lock(), os.getpid()
