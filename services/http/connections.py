@@ -82,8 +82,8 @@ class Connection(HttpToolsProtocol):
         self._handshake = handshake = object()
         if shaking and len(self.connections) + len(shaking) >= max_connections:
             raise ConnectionAbortedError("there are too many connections")  # asyncio closes this one
-        # A protocol does not learn that its handshake has failed, but asyncio's task that accepts it ends then. Where
-        # there is no such task, as on Windows, handshakes do not count.
+        # A protocol does not learn that its handshake has failed, but asyncio's task that accepts it ends then. Event
+        # loops without such a task, such as that of Windows, count no handshakes.
         if accepting := asyncio.current_task():
             shaking.add(handshake)
             accepting.add_done_callback(lambda _: shaking.discard(handshake))

@@ -1,4 +1,4 @@
-"""Measurements in processes of their own: what these print, leave behind, and are remembered for."""
+"""Tests measurements in processes of their own: their output, their end, and the library that they measured."""
 
 import os
 import select
