@@ -27,6 +27,8 @@ _CHANCE = 0.7
 _HELD = "DRAFTBRIDGE_MEASURING"
 # A measurement of a small model takes less.
 _SILENT_SECONDS = 30.0
+# Of a disk, in bytes per second.
+_SLOWEST_READ = 50e6
 
 
 def speed(costs: Costs, *, drafts: bool = False) -> float:
@@ -37,6 +39,11 @@ def speed(costs: Costs, *, drafts: bool = False) -> float:
     if drafts:
         return 1e9 / min(costs)[1]
     return max(1e9 * (1 - _CHANCE**width) / (1 - _CHANCE) / taken_ns for width, taken_ns in costs)
+
+
+def reading_seconds(byte_count: int) -> float:
+    """Returns how long a slow disk takes to read a file, for limits on the time of processes that load it."""
+    return byte_count / _SLOWEST_READ
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from services.engines.cpu import core_count, cpu_facts
 from services.engines.engine import measure, warm
 from services.engines.fixed_width import as_served
 from services.engines.huge_pages import use_huge_pages
-from services.engines.measuring import alone, library_facts, remember, run, speed
+from services.engines.measuring import alone, library_facts, reading_seconds, remember, run, speed
 from services.engines.openmp import bind_threads, limit_spinning
 from services.engines.spec import Dtype, EngineOptions, EngineSpec, GaudiOptions, Weights
 from services.engines.timing import Timing
@@ -47,8 +47,9 @@ _CACHE_BYTES = 256 << 20
 # Engines are tried in turn this often: the machine may have other work for seconds, and the choice is remembered. What
 # was remembered by an earlier rule, or of slower engines, is measured anew.
 _ROUNDS, _RULE = 2, 5
-# Four times what a probe of ik_llama may take, which belongs to its trial, and a minute.
-_TIMEOUT_SECONDS = 540
+# What a trial may take besides reading its files, and how often it may read them: as the four probes of ik_llama, which
+# belong to its trial, and once more.
+_TIMEOUT_SECONDS, _READINGS = 540, 5
 # How long a refusal is believed: memory may have been short, or a library has been mended elsewhere.
 _REFUSAL_SECONDS = 24 * 3600
 # The speed of an engine whose trial ended too early: better than that of one that was refused.
@@ -72,7 +73,7 @@ def fastest(
 
     Returns None if none runs the model. Each engine is tried twice, and the better trial counts. One whose trials were
     all disturbed by other work is measured again at the next start. One whose trial ended for want of time or memory
-    counts as the slowest until the next start tries it again; a refusal is believed for a day. A single engine is not
+    counts as the slowest, but is not left out, until the next start tries it again; a refusal is believed for a day. A single engine is not
     measured if it has `try_file`. `drafts`: the model only drafts. `deterministic`: as for `as_served`. `attempt`
     measures one engine. Raises `DamagedFile`.
     """
@@ -101,9 +102,10 @@ def fastest(
         try:
             try_file(paths[name], chosen[name], report)
         except (DraftBridgeError, OSError, ValueError, ImportError) as error:  # the library may be another build
+            if isinstance(error, TrialUnfinished):
+                return rivals[0]  # whose own error says so: an engine of other files may need several times the memory
             report(f"{name} is not used: {error}")
-            if not isinstance(error, TrialUnfinished):
-                remember(file, {name: (0.0, time.time())})
+            remember(file, {name: (0.0, time.time())})
             return None
         return rivals[0]
 
@@ -114,7 +116,7 @@ def fastest(
 
     known = _read(file)
     if not known.keys() >= paths.keys():
-        with alone(2 * _TIMEOUT_SECONDS):
+        with alone(2 * max(map(_limit, paths.values()))):
             known = _read(file)  # another process may have measured meanwhile
             if missing := [name for name in paths if name not in known]:
                 report(f"measuring how fast {model} is here with {', '.join(missing)} (once)")
@@ -176,10 +178,11 @@ def _weights(spec: EngineSpec, options: EngineOptions) -> Weights:
 def _attempt(name: str, path: Path, options: EngineOptions, deterministic: bool | None, *, drafts: bool) -> Timings:
     """Measures an engine in another process. Raises `_TrialFailed`."""
     given = _encoded(options, deterministic, drafts)
+    limit = _limit(path)
     try:
-        done = run(__name__, name, str(path), given, seconds=_TIMEOUT_SECONDS)
+        done = run(__name__, name, str(path), given, seconds=limit)
     except subprocess.TimeoutExpired:
-        raise _TrialFailed(f"its trial took more than {_TIMEOUT_SECONDS} s", passing=True) from None
+        raise _TrialFailed(f"its trial took more than {limit:.0f} s", passing=True) from None
     last = (done.stdout.strip().splitlines() or [""])[-1]
     if done.returncode in (_REFUSED, _UNFINISHED):
         raise _TrialFailed(last, passing=done.returncode == _UNFINISHED)
@@ -188,6 +191,11 @@ def _attempt(name: str, path: Path, options: EngineOptions, deterministic: bool 
         reason = (done.stderr.strip().splitlines() or [""])[-1][:300]
         raise _TrialFailed(f"its trial ended with {how} ({reason})", passing=done.returncode == -signal.SIGKILL)
     return [(width, Timing(**timing)) for width, timing in json.loads(last)]
+
+
+def _limit(path: Path) -> float:
+    """Returns the seconds that a trial may take."""
+    return _TIMEOUT_SECONDS + _READINGS * reading_seconds(sum(file.stat().st_size for file in _files(path)))
 
 
 def _encoded(options: EngineOptions, deterministic: bool | None, drafts: bool) -> str:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from bridge.errors import UnusableModel
 from services.engines.cpu import cpu_facts
-from services.engines.measuring import alone, library_facts, remember, run, speed
+from services.engines.measuring import alone, library_facts, reading_seconds, remember, run, speed
 from services.engines.timing import Timing, timed
 from services.errors import TrialUnfinished
 from services.store.cache import Report, cache_directory
@@ -44,6 +44,7 @@ _RULE = 3
 _ROUNDS = 2
 # Repacked weights are in memory of the process's own and take longer to load: they have to gain this much.
 _LEAST_GAIN = 1.03
+# What a probe may take besides reading the file.
 _TIMEOUT_SECONDS = 120
 # How long a choice counts that other work disturbed. The two ways have different logits, so a server that is restarted,
 # or a replica that is started beside it, must not choose anew: the same seed would give another text.
@@ -93,7 +94,7 @@ def choose_way(
         return remembered
     tries = (False, True) * _ROUNDS if repacked is None else (repacked,)
     report(f"trying how ik_llama runs {gguf.name} best here, which it remembers")
-    with alone(4 * _TIMEOUT_SECONDS):
+    with alone(len(tries) * _limit(gguf)):
         return _read(file) or _measured(gguf, threads, tries, probe or _probe, file)
 
 
@@ -149,12 +150,13 @@ def _probe(gguf: Path, threads: int, repacked: bool, known: Way | None) -> Way |
 
     Raises `UnusableModel` if it refuses the file, `TrialUnfinished` if time or memory was short.
     """
+    limit = _limit(gguf)
     try:
         given = [str(gguf), str(threads), str(int(repacked)), *([json.dumps(asdict(known))] if known else [])]
-        done = run(__name__, *given, seconds=_TIMEOUT_SECONDS)
+        done = run(__name__, *given, seconds=limit)
     except subprocess.TimeoutExpired:
-        _log.warning("ik_llama.cpp took more than %d s to try %s", _TIMEOUT_SECONDS, gguf.name)
-        raise TrialUnfinished(f"ik_llama.cpp takes more than {_TIMEOUT_SECONDS} s to start") from None
+        _log.warning("ik_llama.cpp took more than %.0f s to try %s", limit, gguf.name)
+        raise TrialUnfinished(f"ik_llama.cpp takes more than {limit:.0f} s to start") from None
     last = (done.stdout.strip().splitlines() or [""])[-1]
     if done.returncode == _REFUSED:
         raise UnusableModel(last, model=gguf)
@@ -165,6 +167,11 @@ def _probe(gguf: Path, threads: int, repacked: bool, known: Way | None) -> Way |
             raise TrialUnfinished("ik_llama.cpp was killed, probably because memory ran out,")
         return None
     return _way(last)
+
+
+def _limit(gguf: Path) -> float:
+    """Returns the seconds that a probe may take."""
+    return _TIMEOUT_SECONDS + reading_seconds(gguf.stat().st_size)
 
 
 def _way(text: str) -> Way:

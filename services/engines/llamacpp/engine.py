@@ -22,6 +22,7 @@ from services.child import bound_command
 from services.engines.cpu import core_count
 from services.engines.engine import Row, by_row, check, check_copy, slot_room
 from services.engines.gguf import file_type
+from services.engines.measuring import reading_seconds
 from services.engines.openmp import loading
 from services.extras import install_extra
 
@@ -51,9 +52,9 @@ _CACHE_BYTES = 2
 # How much the difference of a position's two best logits varied over widths 1 to 16, on SmolLM2-135M (Q4_1) and
 # Gemma-3-270M (Q4_K_M). One token runs in other kernels than several, and these round activations to 8 bits.
 _TOLERANCE = 0.5
-# How long a trial of AMX kernels may take besides reading the file, in seconds, and how fast a slow disk is, in bytes
-# per second. The status of one that the system has killed.
-_PROBE_SECONDS, _SLOWEST_READ, _KILLED = 120, 50e6, -9
+# How long a trial of AMX kernels may take besides reading the file, in seconds, and the status of one that the system
+# has killed.
+_PROBE_SECONDS, _KILLED = 120, -9
 
 
 class LlamaCppEngine:
@@ -221,7 +222,7 @@ def model_options(gguf: Path, offload: bool = False) -> Any:
 def _amx_problem(gguf: Path) -> str:
     """Returns why AMX kernels cannot be used, with the remedy; "" if they work."""
     probe = bound_command("services.engines.llamacpp.probe", str(gguf))
-    limit = _PROBE_SECONDS + gguf.stat().st_size / _SLOWEST_READ
+    limit = _PROBE_SECONDS + reading_seconds(gguf.stat().st_size)
     try:
         done = subprocess.run(probe, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False, timeout=limit)
     except subprocess.TimeoutExpired:
