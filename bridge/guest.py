@@ -207,7 +207,8 @@ class Guest:
         One that is not open yet keeps the new tokens in `Held.ids`.
         """
         held, kept = self.held.get(one.id), one.kept_token_count
-        if not self._model.has_all(one.token_ids) or kept + len(one.token_ids) > self._model.context_length:
+        # The ids are looked at last, because there may be a million.
+        if kept + len(one.token_ids) > self._model.context_length or not self._model.has_all(one.token_ids):
             self.end(one.id)
             self.held[one.id] = Held([], now, refused=True)
             self._on_held(one.id, 0)

@@ -153,7 +153,9 @@ class TargetEstimates:
 
         Replicas of one draft may differ in this, so each case has its own estimates.
         """
-        return self.drafts.setdefault((name, competes), DraftEstimates(forward_costs, competes=competes))
+        if (name, competes) not in self.drafts:
+            self.drafts[name, competes] = DraftEstimates(forward_costs, competes=competes)
+        return self.drafts[name, competes]
 
     def forget_draft(self, name: str) -> None:
         """Forgets a draft: another model has its name now."""

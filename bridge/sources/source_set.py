@@ -30,8 +30,6 @@ _UNUSED_PASSES = 64
 # Finds another draft for the rest of a request, given the error of the present one, or None if that gains nothing.
 FindDraft: TypeAlias = Callable[[DraftBridgeError | None], Awaitable[DraftSource | None]]
 _ALONE = "the target went on without it"
-# The most continuations of one offer, of sources that continue each other.
-_MAX_PARTS = 8
 
 
 class SourceSet:
@@ -102,15 +100,25 @@ class SourceSet:
         for source in tuple(self._sources):
             offer = self._known.get((source, limit_bytes))
             if offer is None:
-                offer = Offer()
-                with self._dropping(source):
-                    if parts := self._parts(source, limit_bytes):
-                        model, branches = self._model, self._model.branches and not self._grammar
-                        offer = offer_of(model.vocabulary, parts, self._end_id, limit_bytes, branches=branches)
+                offer = self._offer(source, limit_bytes)
                 if source is not self.draft:
                     self._known[source, limit_bytes] = offer
             offers.append(offer)
         return [offer for offer in offers if offer.token_ids]
+
+    def _offer(self, source: CandidateSource, limit_bytes: int) -> Offer:
+        parts: list[Continuation] = []
+        with self._dropping(source):
+            parts = self._parts(source, limit_bytes)
+        if not parts:
+            return Offer()
+        branches = self._model.branches and not self._grammar
+        try:
+            return offer_of(self._model.vocabulary, parts, self._end_id, limit_bytes, branches=branches)
+        except Exception as error:  # of the target's tokenizer, or a bug: the source is not to blame, but of no use
+            self._remove(source)
+            self._note_bug("translation of candidates", error)
+            return Offer()
 
     def observe(self, outcome: Outcome) -> None:
         """Passes on to all sources what the target committed."""
@@ -248,7 +256,7 @@ class SourceSet:
         parts: list[Continuation] = []
         data = b""
         more = self._proposed(source, data, limit)
-        while more and len(parts) < _MAX_PARTS:
+        while more:
             parts.append(more)
             data += more.data
             if more.closes or more.cut or len(data) >= limit:

@@ -46,7 +46,7 @@ class Chat:
 
 def measured(chat: Chat) -> Chat:
     """Computes the chat's size, and returns the chat. Large ones are read in a thread, where this delays nobody."""
-    assert chat.byte_count >= 0
+    _ = chat.byte_count
     return chat
 
 

@@ -53,8 +53,9 @@ def check_object(value: dict[str, Any], max_depth: int = MAX_DEPTH) -> None:
         if not all(abs(item) <= sys.float_info.max for item in inner if isinstance(item, int | float)):
             raise ValueError("it has a number that is not finite, or beyond 1.8e308")
         level = [item for item in inner if isinstance(item, dict | list)]
-    if level:
-        raise ValueError(f"it is nested more than {max_depth} levels deep")
+        if not level:
+            return
+    raise ValueError(f"it is nested more than {max_depth} levels deep")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -10,7 +10,15 @@ from itertools import takewhile
 from tokenizers import Tokenizer
 
 from bridge.text.string_matcher import StringMatcher
-from bridge.text.tokenizer_json import BYTE_TOKEN, Spec, check_limits, decode_token, decoder_parts, whole_text_step
+from bridge.text.tokenizer_json import (
+    BYTE_TOKEN,
+    Spec,
+    check_limits,
+    check_token_bytes,
+    decode_token,
+    decoder_parts,
+    whole_text_step,
+)
 
 
 class TokenTable:
@@ -51,6 +59,7 @@ class TokenTable:
                 token = library.id_to_token(id_) or token
             encoded = id_ in added and byte_level
             self.tokens[id_] = token.encode() if encoded else decode_token(token, decoder)
+        check_token_bytes(self.tokens)
         # Ids of single-byte tokens, by that byte.
         self.byte_ids: dict[int, int] = {}
         for id_, data in enumerate(self.tokens):

@@ -6,7 +6,7 @@ a sequence of components. Nothing here depends on a model's name.
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from math import prod
 from typing import Any
@@ -46,6 +46,8 @@ _MAX_ID = (1 << 22) - 1
 _MAX_GROWTH_FACTOR = 64
 _MAX_ADDED_LENGTHS = 256
 _MAX_ADDED_CHARACTERS = 1024
+# A draft proposes up to 64 tokens before anybody looks at them.
+_MAX_TOKEN_BYTES = 4096
 # The sum of the squares of their lengths: `StringMatcher.may_join` keeps every beginning and every end of each token.
 _MAX_ADDED_SQUARES = 1 << 25
 # The keys under which a sequence lists its components.
@@ -95,12 +97,21 @@ def check_limits(spec: Spec, library: Tokenizer, largest_id: int) -> None:
         ("added_tokens", squares, _MAX_ADDED_SQUARES, "the squared lengths of its added tokens sum to {}"),
         ("model", largest_id, _MAX_ID, "its largest id is {}"),
     ):
-        if value > limit:
-            raise TokenizerNotUnderstood(
-                f"the tokenizer exceeds a limit: {problem.format(value)}, and at most {limit} is allowed; "
-                "serve the model with another tokenizer.json",
-                component=component,
-            )
+        _check_limit(component, value, limit, problem)
+
+
+def check_token_bytes(tokens: Iterable[bytes]) -> None:
+    """Raises `TokenizerNotUnderstood` for a token that is too long."""
+    _check_limit("model", max(map(len, tokens), default=0), _MAX_TOKEN_BYTES, "it has a token of {} bytes")
+
+
+def _check_limit(component: str, value: int, limit: int, problem: str) -> None:
+    if value > limit:
+        raise TokenizerNotUnderstood(
+            f"the tokenizer exceeds a limit: {problem.format(value)}, and at most {limit} is allowed; "
+            "serve the model with another tokenizer.json",
+            component=component,
+        )
 
 
 def components(component: Component | None) -> Iterator[Component]:

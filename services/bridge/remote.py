@@ -1,7 +1,7 @@
 """Implements the ports of `bridge` for drafts and targets over gRPC streams."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -16,12 +16,15 @@ from services.rpc import codec
 from services.rpc.status import from_rpc_error
 from services.traces import outgoing_metadata
 
-# Tokens of a message. A peer that follows the protocol sends fewer, because neither offers nor credit are this large.
-_MAX_TOKENS = 1024
+# Tokens of a message, and those of which each may have all the alternatives that were requested. A peer that follows the
+# protocol sends fewer, because neither offers nor credit are this large.
+_MAX_TOKENS, _MAX_REPORTED_TOKENS = 1024, 64
 # Messages that may wait to be sent. With more, the peer is considered to have stopped reading.
 _MAX_UNSENT = 256
 # Messages that may wait to be read, and their bytes. A peer that keeps to its credit sends fewer.
 _MAX_UNREAD, _MAX_UNREAD_BYTES = 1024, 16 << 20
+
+_PER_DRAFT_TOKEN = ("confidence", "runner_up_ids", "runner_up_confidence")
 
 
 class _Stream:
@@ -29,15 +32,20 @@ class _Stream:
 
     `send` does not wait for the peer, because a draft that hangs must not delay the target. It yields to the writer
     once, so that the message is sent before the caller continues. Sending on a failed call does nothing; reading raises
-    the reason. `per_token`: the repeated field that has one entry for each of a message's `token_ids`. `alternatives`:
-    the most log probabilities of other tokens that such an entry may have.
+    the reason. `per_token`: the repeated fields that have one entry for each of a message's `token_ids`.
+    `alternatives`: the most log probabilities of other tokens that a target may send for each.
 
     A task receives all messages, and only the end of the call ends it: gRPC never frees the memory of a read that is
     cancelled (grpc/grpc issue 43360).
     """
 
     def __init__(
-        self, call: "aio.StreamStreamCall[Any, Any]", address: str, opening: Any, per_token: str, alternatives: int = 0
+        self,
+        call: "aio.StreamStreamCall[Any, Any]",
+        address: str,
+        opening: Any,
+        per_token: Sequence[str],
+        alternatives: int = 0,
     ) -> None:
         self._call = call
         self._address = address
@@ -103,11 +111,13 @@ class _Stream:
         """Returns what a message has too much of, or "". Converting all of it would hold up everybody."""
         if message is None:
             return ""
-        per_token = getattr(message, self._per_token)
-        if (count := max(len(message.token_ids), len(per_token))) > _MAX_TOKENS:
+        count = max(len(message.token_ids), *(len(getattr(message, field)) for field in self._per_token))
+        if count > _MAX_TOKENS:
             return f"{count} tokens"
-        most = max((len(one.top_logprobs) for one in per_token), default=0) if self._per_token == "logprobs" else 0
-        return f"{most} alternatives to a token" if most > self._alternatives else ""
+        others = [len(one.top_logprobs) for one in message.logprobs] if "logprobs" in self._per_token else []
+        if max(others, default=0) > self._alternatives:
+            return f"{max(others)} alternatives to a token"
+        return f"{sum(others)} alternatives" if sum(others) > _MAX_REPORTED_TOKENS * self._alternatives else ""
 
     def close(self) -> None:
         self._closed = True
@@ -128,7 +138,7 @@ class RemoteDrafter:
             tokenizer_sha256=model.vocabulary.sha256,
         )
         call = draft_pb2_grpc.DraftServiceStub(channel).Draft(metadata=outgoing_metadata())
-        self._stream = _Stream(call, address, draft_pb2.DraftRequest(open=opening), "confidence")
+        self._stream = _Stream(call, address, draft_pb2.DraftRequest(open=opening), _PER_DRAFT_TOKEN)
 
     async def sync(self, sync: Sync) -> None:
         """See `Drafter`."""
@@ -168,7 +178,7 @@ class RemoteVerifier:
             logprobs=logprobs,
         )
         call = target_pb2_grpc.TargetServiceStub(channel).Verify(metadata=outgoing_metadata())
-        self._stream = _Stream(call, address, target_pb2.VerifyRequest(open=opening), "logprobs", logprobs or 0)
+        self._stream = _Stream(call, address, target_pb2.VerifyRequest(open=opening), ("logprobs",), logprobs or 0)
 
     async def run(self, run: Run) -> None:
         """See `Verifier`."""

@@ -30,7 +30,7 @@ from services.version import VERSION
 
 # Generations in progress that `GetStatus` lists.
 _MAX_RUNNING = 100
-# Large requests are converted in a thread. One message may hold millions of values; these counts are checked before.
+# Requests are converted in a thread. One message may hold millions of values; these counts are checked before.
 _MAX_MESSAGES, _MAX_CHOICES, _MAX_NAMES = 1 << 16, 1 << 16, 64
 # The most tokens of each model in a translation: gRPC writes the answer in the event loop, and a text has millions.
 _MAX_SPANS = 1 << 18
@@ -76,9 +76,7 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
         known = [one.known.model for one in self._zoo.connections if one.known]  # also of services that are away
         vocabulary_size = max((one.vocabulary_size for one in known), default=_MAX_IDS)
         _check_counts(request, self._gateway.prompt_limit_bytes, vocabulary_size)
-        if threads := threads_for(request.ByteSize()):
-            return await run(threads, _read_request, request)
-        return _read_request(request)
+        return await run(threads_for(request.ByteSize()), _read_request, request)
 
     async def GetStatus(  # noqa: N802
         self, request: bridge_pb2.GetStatusRequest, context: "aio.ServicerContext[Any, Any]"

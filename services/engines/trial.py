@@ -73,9 +73,9 @@ def fastest(
 
     Returns None if none runs the model. Each engine is tried twice, and the better trial counts. One whose trials were
     all disturbed by other work is measured again at the next start. One whose trial ended for want of time or memory
-    counts as the slowest, but is not left out, until the next start tries it again; a refusal is believed for a day. A single engine is not
-    measured if it has `try_file`. `drafts`: the model only drafts. `deterministic`: as for `as_served`. `attempt`
-    measures one engine. Raises `DamagedFile`.
+    counts as the slowest, but is not left out, until the next start tries it again; a refusal is believed for a day. A
+    single engine is not measured if it has `try_file`. `drafts`: the model only drafts. `deterministic`: as for
+    `as_served`. `attempt` measures one engine. Raises `DamagedFile`.
     """
     chosen = {one.name: replace(options, weights=_weights(one, options)) for one in rivals}
     paths = dict[str, Path]()

@@ -103,10 +103,15 @@ def read_chat(message: bridge_pb2.Chat) -> Chat:
     allowed = f"a chat with at most {_MAX_JSON_MARKS} commas, [ and {{ in its JSON, outside of strings"
     require(marks <= _MAX_JSON_MARKS, InvalidField, "the prompt", allowed, marks)
     messages = [
-        Message(one.role, one.content, read_object(f"chat.messages[{place}].fields_json", one.fields_json or "{}"))
+        Message(one.role, one.content, _read_fields(f"chat.messages[{place}].fields_json", one.fields_json))
         for place, one in enumerate(message.messages)
     ]
-    return measured(Chat(tuple(messages), read_object("chat.template_variables_json", variables or "{}")))
+    return measured(Chat(tuple(messages), _read_fields("chat.template_variables_json", variables)))
+
+
+def _read_fields(name: str, text: str) -> dict[str, Any]:
+    """Returns an object of a chat; without a text, an empty one."""
+    return read_object(name, text) if text else {}
 
 
 def write_translation(

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 
-from bridge.errors import InvalidField, ProtocolViolation, Unreachable
+from bridge.errors import InvalidField, ProtocolViolation, TokenizerNotUnderstood, Unreachable
 from bridge.planning.planner import SpeculationParameters
 from bridge.ports import Pass, Proposal
 from bridge.request import Request
@@ -76,7 +76,11 @@ async def test_a_draft_that_breaks_the_contract_is_lost(proposals: Sequence[Prop
     assert "PROTOCOL_VIOLATION" in chain.note
 
 
-async def test_a_bug_of_ours_is_not_reported_as_a_lost_draft(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("error", [KeyError("a bug"), TokenizerNotUnderstood("the tokenizer crashed")])
+async def test_a_bug_of_ours_is_not_reported_as_a_lost_draft(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A bug in a source, and a text that the target's tokenizer cannot encode."""
     source, drafter, _ = draft_source()
     sought: list[Exception | None] = []
 
@@ -87,15 +91,20 @@ async def test_a_bug_of_ours_is_not_reported_as_a_lost_draft(caplog: pytest.LogC
     chain = SourceSet([], MODEL, None)
     await chain.use_drafts(find_draft)
 
-    def broken(*_: object) -> Continuation:
-        raise KeyError("a bug")
+    def broken(*_: object, **__: object) -> Continuation:
+        raise error
 
-    source.propose = broken  # type: ignore[method-assign]
+    if isinstance(error, TokenizerNotUnderstood):
+        monkeypatch.setattr("bridge.sources.source_set.offer_of", broken)
+        await chain.advance(DraftPace(8))
+        await propose(source, drafter, " fox")
+    else:
+        source.propose = broken  # type: ignore[method-assign]
     with caplog.at_level(logging.ERROR):
         assert chain.offers() == []
     await asyncio.sleep(0)
     assert sought == [None], "no draft is to blame, and another one would meet the same bug"
-    assert "Traceback" in caplog.text and "KeyError" in caplog.text
+    assert "Traceback" in caplog.text and type(error).__name__ in caplog.text
     assert "lost" not in chain.note and "INTERNAL" in chain.note
     assert drafter.closed
 
