@@ -16,7 +16,7 @@ from services.rpc import codec
 from services.rpc.status import from_rpc_error
 from services.traces import outgoing_metadata
 
-# Tokens of a message, and those of which each may have all the alternatives that were requested. A peer that follows the
+# Tokens of a message, and those of which each may have all alternatives that were requested. A peer that follows the
 # protocol sends fewer, because neither offers nor credit are this large.
 _MAX_TOKENS, _MAX_REPORTED_TOKENS = 1024, 64
 # Messages that may wait to be sent. With more, the peer is considered to have stopped reading.
