@@ -22,10 +22,10 @@ MAX_WIDTH = 25
 _PRIOR_STEP = 0.05
 # The part of the distance to a likely cost by which that of an unseen width shrinks in a forward, the multiple of the
 # likely cost at which it no longer does, and the forwards after which a width counts as seen.
-_FORGOTTEN, _NEARLY_LIKELY, _ENOUGH_SEEN = 0.02, 1.05, 1.5
+_FORGOTTEN, _NEARLY_LIKELY, _MIN_SEEN = 0.02, 1.05, 1.5
 # A wide forward updates the cost of its width if a 1-token forward was seen at most this many forwards earlier, or as
 # long as its width was seen in fewer forwards than the second number; else it updates that of a 1-token forward.
-_RECENT_FORWARDS, _KNOWN_SEEN = 16, 8.0
+_RECENT_FORWARDS, _MIN_KNOWN_SEEN = 16, 8.0
 # The weight of a 1-token forward that is the first in more than `_RECENT_FORWARDS` forwards.
 _FRESH_RARE = 0.5
 # A network's delay counts as at most this multiple of the average: networks differ a lot from the priors, and a stall
@@ -86,7 +86,7 @@ class WidthCost:
     def knows(self, width: float) -> bool:
         """Returns whether enough forwards of about this width were seen to rely on its ratio."""
         right, share = _bracket(_KNOTS, width)
-        return self._seen[right if share >= 0.5 else right - 1] >= _KNOWN_SEEN
+        return self._seen[right if share >= 0.5 else right - 1] >= _MIN_KNOWN_SEEN
 
     def scale(self, factor: float) -> None:
         """Multiplies all ratios, because a 1-token forward costs less or more than was assumed for them."""
@@ -117,12 +117,12 @@ class WidthCost:
         It is likely that each further token costs as much as in a forward of `width` tokens, or in the widest seen. If
         these turn out to be expensive, what was lowered rises again.
         """
-        seen = (knot for knot, count in zip(_KNOTS, self._seen, strict=True) if count >= _ENOUGH_SEEN)
+        seen = (knot for knot, count in zip(_KNOTS, self._seen, strict=True) if count >= _MIN_SEEN)
         widest = max([width, *seen])
         step = max((self.of(widest) - 1) / max(widest - 1, 1), _PRIOR_STEP)
         changed = False
         for index, knot in enumerate(_KNOTS):
-            if knot <= width or self._seen[index] >= _ENOUGH_SEEN:
+            if knot <= width or self._seen[index] >= _MIN_SEEN:
                 continue
             ratio, likely = self.ratios[index], 1 + step * (knot - 1)
             goal = likely if ratio > _NEARLY_LIKELY * likely else max(ratio, min(likely, self._reported[index]))

@@ -15,13 +15,13 @@ _STEP = log(2) / 2
 _PRIOR_POWER = 0.3
 # Beyond the largest recorded number, the power is that of this many numbers before it. Forwards may be wider than any
 # before by the second factor.
-_POWER_OF, _WIDER = 3, 1.5
+_POWER_OF, _MAX_WIDENING = 3, 1.5
 # The number of first forwards with candidates that are not counted: engines are slow at something new.
 _LEFT_OUT = 3
 # The least weight of a new time, and the largest deviation from the expected time: the machine may have stalled. What
 # was recorded keeps this part of its weight with each forward: texts grow, and other ones begin. What has less than the
 # smallest weight is forgotten if it contradicts a new time.
-_FRESH, _OUTLIER, _FADE, _LEAST_WEIGHT = 0.15, log(3), 0.97, 0.1
+_FRESH, _OUTLIER, _FADE, _MIN_WEIGHT = 0.15, log(3), 0.97, 0.1
 # The minimum speedup over a forward without candidates, because estimates are never exact.
 _MIN_GAIN = 1.03
 
@@ -63,7 +63,7 @@ class BatchCosts:
                 fresh = max(part / (weight * _FADE + part), _FRESH * part)
                 self._known[index] = value + fresh * error, weight * _FADE + part
         for index, (value, weight) in tuple(self._known.items()):
-            if weight < _LEAST_WEIGHT and (value - time) * (index - place) < 0:
+            if weight < _MIN_WEIGHT and (value - time) * (index - place) < 0:
                 del self._known[index]
         indices = sorted(self._known)
         self._places = np.array(indices, dtype=float)
@@ -73,10 +73,10 @@ class BatchCosts:
         """Returns the times of forwards of these numbers of tokens, relative to each other."""
         return np.exp(self._at(np.log(token_counts) / _STEP))
 
-    def most_candidates(self, sequence_count: int) -> int:
+    def max_candidates(self, sequence_count: int) -> int:
         """Returns how many candidates a forward may have at most, so that it is not much wider than those seen."""
         widest = exp(max(self._known, default=0) * _STEP)
-        return int(_WIDER * max(widest, sequence_count)) - sequence_count
+        return int(_MAX_WIDENING * max(widest, sequence_count)) - sequence_count
 
     def _at(self, places: NDArray[np.float64]) -> NDArray[np.float64]:
         """Returns the logarithms of the times at these logarithms of numbers of tokens, to the base of the step."""
@@ -121,7 +121,7 @@ def share(chances: Sequence[Sequence[float]], sequence_count: int, costs: BatchC
     survivals = np.array([value for one in chances for value in accumulate(one, mul)])
     owners = np.repeat(np.arange(len(chances)), [len(one) for one in chances])
     order = np.argsort(-survivals, kind="stable")
-    order = order[: costs.most_candidates(sequence_count)]
+    order = order[: costs.max_candidates(sequence_count)]
     tokens = sequence_count + np.cumsum(np.append(0.0, survivals[order]))
     speeds = tokens / costs.of_all(sequence_count + np.arange(0.0, len(order) + 1))
     best = int(np.argmax(speeds))

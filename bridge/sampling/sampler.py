@@ -28,7 +28,7 @@ _RANGES = {
 # top_p first considers the ids that are at most this far below the best score, instead of sorting all ids.
 _FIRST_DEPTH_NATS = 4.0
 # Probabilities are reported as if the temperature were at least this high, so that scores divided by it are finite.
-_LEAST_TEMPERATURE = 1e-6
+_MIN_TEMPERATURE = 1e-6
 # A draft's default temperature as a share of the request's. A small model's distribution is flatter than the target's,
 # so at the same temperature it proposes unlikely tokens too often (docs/measurements/sampling.md).
 _DRAFT_TEMPERATURE_SHARE = 0.85
@@ -224,7 +224,7 @@ class Sampler:
         if self.confident and parameters.truncates:
             probabilities = _probabilities(scaled, [index, second])
         elif self.confident:
-            tempered = scores / np.float32(max(temperature, _LEAST_TEMPERATURE))
+            tempered = scores / np.float32(max(temperature, _MIN_TEMPERATURE))
             probabilities = _probabilities(tempered, [token_id, next_id])
         return token_id, next_id, lead * temperature, probabilities
 

@@ -117,7 +117,7 @@ class Model:
         Raises `PromptTooLong`, before the whole is encoded, for a text that surely exceeds the context.
         """
         context = self.context_length
-        if least := self.vocabulary.least_count(text, marks, context):
+        if least := self.vocabulary.min_count(text, marks, context):
             raise PromptTooLong(least, context, self.name, at_least=True)
         return self.vocabulary.prompt(text, marks, framed=framed, max_kept_tokens=context - 1)
 

@@ -143,7 +143,7 @@ class Vocabulary(TokenTable):
         head = [*(self.frame if framed else ()), *known.ids[:count]]
         return Rendering([*head, *tokens.ids], len(head) + settled, marks.out_of(rest) if marks else rest)
 
-    def least_count(self, text: str, marks: Marks | None, enough: int) -> int:
+    def min_count(self, text: str, marks: Marks | None, enough: int) -> int:
         """Returns a lower bound of the number of a text's tokens if it is at least `enough`, otherwise 0.
 
         It encodes a beginning in which ordinary text has `enough` tokens, and twice as much while that has fewer, so a

@@ -41,7 +41,7 @@ _MAX_GUEST_TEMPLATES = 8
 # No tokenizer has more ids; logits of more columns would exhaust the memory of every process.
 _MAX_VOCABULARY_SIZE = 1 << 24
 # The most items of each list of a description, and characters of each text: requests and tokens take time for each.
-_MOST_COSTS, _MOST_ENDS, _MOST_UNITS, _MOST_CHARACTERS = 64, 1024, 4096, 256
+_MAX_COSTS, _MAX_END_IDS, _MAX_COMPUTE_UNITS, _MAX_CHARACTERS = 64, 1024, 4096, 256
 
 
 @dataclass(frozen=True)
@@ -208,12 +208,12 @@ async def _download(stub: "model_pb2_grpc.ModelServiceAsyncStub", address: str) 
 def excess_of(description: model_pb2.Model) -> tuple[str, int, int] | None:
     """Returns a field that is longer than that of any model, the most that it may have, and what it has; or None."""
     lengths = [
-        ("forward_costs", _MOST_COSTS, len(description.forward_costs)),
-        ("special_ids.eos", _MOST_ENDS, len(description.special_ids.eos)),
-        ("compute_units", _MOST_UNITS, len(description.compute_units)),
+        ("forward_costs", _MAX_COSTS, len(description.forward_costs)),
+        ("special_ids.eos", _MAX_END_IDS, len(description.special_ids.eos)),
+        ("compute_units", _MAX_COMPUTE_UNITS, len(description.compute_units)),
     ]
     texts = ("revision", "engine", "device", "dtype")
-    lengths += [(name, _MOST_CHARACTERS, len(getattr(description, name))) for name in texts]
+    lengths += [(name, _MAX_CHARACTERS, len(getattr(description, name))) for name in texts]
     return next((one for one in lengths if one[2] > one[1]), None)
 
 

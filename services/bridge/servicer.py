@@ -165,7 +165,7 @@ def _translated(
 
 
 def _segmented(text: str, model: Model) -> list[int]:
-    _check_spans("text", model.vocabulary.least_count(text, None, _MAX_SPANS + 1), model)
+    _check_spans("text", model.vocabulary.min_count(text, None, _MAX_SPANS + 1), model)
     ids = segment(model.vocabulary, text.encode())
     _check_spans("text", len(ids), model)
     return ids

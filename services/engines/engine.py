@@ -15,7 +15,7 @@ from services.engines.timing import Timing, timed
 # that a slow model has no time for come last: they are interpolated from 1 and 8.
 _MEASURED_WIDTHS, _MEASURED_CONTEXT, _MEASURING_NS = (1, 8, 4, 2, 12, 25, 3, 6), 128, 5_000_000_000
 # It times forwards this often, and those that other work on the machine disturbed again, up to the second number.
-_TIMES, _MOST_TIMES = 2, 4
+_TIMES, _MAX_TIMES = 2, 4
 # `warm` goes on after this time only if it gains something.
 _WARMING_NS = 5_000_000_000
 # Widths whose first forward is compared with the second. Below this ratio it prepared nothing, and after this number of
@@ -204,7 +204,7 @@ def measure(engine: Engine, *, all_logits: bool, widths: Sequence[int] = _MEASUR
     found.clear()
     for width in tuple(widths) * _TIMES:
         run(width)
-    for _ in range(_MOST_TIMES - _TIMES):
+    for _ in range(_MAX_TIMES - _TIMES):
         for width in [width for width, timing in found.items() if timing.disturbed]:
             run(width)
     return sorted(found.items())

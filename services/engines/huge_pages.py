@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 _MAPS = Path("/proc/self/maps")
 # Smaller allocations matter little, and are moved less cheaply.
-_LEAST_BYTES = 32 << 20
+_MIN_BYTES = 32 << 20
 # The size of a huge page on x86. Elsewhere it may be larger, and the kernel skips what is not aligned.
 _PAGE = 2 << 20
 # From linux/mman.h: moves what is there to huge pages at once. Since Linux 6.1; earlier kernels refuse it.
@@ -35,8 +35,8 @@ def use_huge_pages() -> int:
     # allocations, such as weights and a cache, as one. So each call moves only a small part.
     moved = 0
     for start, end in large_allocations(_MAPS.read_text().splitlines()):
-        for part in range(start, end, _LEAST_BYTES):
-            size = min(_LEAST_BYTES, end - part)
+        for part in range(start, end, _MIN_BYTES):
+            size = min(_MIN_BYTES, end - part)
             moved += size if madvise(part, size, _MADV_COLLAPSE) == 0 else 0
     _log.debug("moved %d MB to huge pages", moved >> 20)
     return moved
@@ -50,5 +50,5 @@ def large_allocations(maps: Iterable[str]) -> Iterator[tuple[int, int]]:
             continue
         start, end = (int(address, 16) for address in addresses.split("-"))
         start, end = -(-start // _PAGE) * _PAGE, end // _PAGE * _PAGE
-        if end - start >= _LEAST_BYTES:
+        if end - start >= _MIN_BYTES:
             yield start, end

@@ -146,7 +146,7 @@ def test_a_prompt_that_is_far_too_long_is_refused_by_its_beginning(kind: str, mo
 @settings(max_examples=20, deadline=None)
 def test_a_prompt_has_no_fewer_tokens_than_its_beginning_shows(kind: str, text: str, enough: int) -> None:
     words = tiny.vocabulary(kind)
-    found = words.least_count(text * 3, None, enough)
+    found = words.min_count(text * 3, None, enough)
     assert found <= len(words.prompt(text * 3, framed=False).ids)
     assert found == 0 or found >= enough
 

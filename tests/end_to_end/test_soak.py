@@ -25,9 +25,9 @@ from tests.support.world import World
 REQUESTS = int(os.environ.get("DRAFTBRIDGE_SOAK_REQUESTS", "150"))
 CLIENTS = 12
 # The baseline of memory is taken after the first part of the requests, when caches and pools have grown.
-WARM_SHARE, LEAST_WARM = 0.1, 100
+WARM_SHARE, MIN_WARM = 0.1, 100
 # Below this number of requests, memory that is kept permanently still grows.
-LEAST_MEASURED = 2000
+MIN_MEASURED = 2000
 MEMORY_GROWTH = 0.05
 # Pools of threads, such as asyncio's of a few more than there are cores, start threads when calls happen to coincide.
 # A thread lost with each fault or cancelled request would be many more.
@@ -163,7 +163,7 @@ async def requests(world: World, count: int, seed: int, *, outage: bool = False)
 def test_soak(world: World) -> None:
     asyncio.run(requests(world, CLIENTS, 0))
     connected = usage(world)  # after faults, connections may be away for a while
-    warm = max(int(REQUESTS * WARM_SHARE), LEAST_WARM)
+    warm = max(int(REQUESTS * WARM_SHARE), MIN_WARM)
     with Faults(world, 1):
         asyncio.run(requests(world, warm, 1))
     before = usage(world)
@@ -175,7 +175,7 @@ def test_soak(world: World) -> None:
     print(f"{dict(outcomes)} in {elapsed:.0f} s, faults {dict(faults.counts)}, {before}, {after}")
     assert outcomes.total() == REQUESTS
     assert any(name.endswith(TARGETS) for name in faults.counts), faults.counts
-    growth = MEMORY_GROWTH if REQUESTS >= LEAST_MEASURED else 3 * MEMORY_GROWTH
+    growth = MEMORY_GROWTH if REQUESTS >= MIN_MEASURED else 3 * MEMORY_GROWTH
     for name, one in before.items():
         assert after[name].memory < one.memory * (1 + growth), name
         assert after[name].threads <= one.threads + POOL_THREADS, name

@@ -43,7 +43,7 @@ _RULE = 3
 # counts for good.
 _ROUNDS = 2
 # Repacked weights are in memory of the process's own and take longer to load: they have to gain this much.
-_LEAST_GAIN = 1.03
+_MIN_GAIN = 1.03
 # What a probe may take besides reading the file.
 _TIMEOUT_SECONDS = 120
 # How long a choice counts that other work disturbed. The two ways have different logits, so a server that is restarted,
@@ -138,7 +138,7 @@ def _better(plain: Way | None, repacked: Way | None) -> Way:
         return way
     if (plain.drift == 0.0) != (repacked.drift == 0.0):
         return plain if plain.drift == 0.0 else repacked
-    return repacked if _speed(repacked) >= _LEAST_GAIN * _speed(plain) else plain
+    return repacked if _speed(repacked) >= _MIN_GAIN * _speed(plain) else plain
 
 
 def _speed(way: Way) -> float:
