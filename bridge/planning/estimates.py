@@ -147,20 +147,21 @@ class TargetEstimates:
             self.text_tokens.observe(token_count)
 
     def draft(
-        self, name: str, forward_costs: Sequence[tuple[int, int]] = (), *, competes: bool = False
+        self, key: str, forward_costs: Sequence[tuple[int, int]] = (), *, competes: bool = False
     ) -> DraftEstimates:
-        """Returns the estimates of the draft `name`. `competes`: draft and target need more cores than they have.
+        """Returns the estimates of a draft, whose `key` stands for all that its speed depends on.
 
-        Replicas of one draft may differ in this, so each case has its own estimates.
+        `competes`: draft and target need more cores than they have. Replicas may differ in this, so each case has its
+        own estimates.
         """
-        if (name, competes) not in self.drafts:
-            self.drafts[name, competes] = DraftEstimates(forward_costs, competes=competes)
-        return self.drafts[name, competes]
+        if (key, competes) not in self.drafts:
+            self.drafts[key, competes] = DraftEstimates(forward_costs, competes=competes)
+        return self.drafts[key, competes]
 
-    def forget_draft(self, name: str) -> None:
-        """Forgets a draft: another model has its name now."""
+    def forget_draft(self, key: str) -> None:
+        """Forgets a draft, which has another speed than before."""
         for competes in (False, True):
-            self.drafts.pop((name, competes), None)
+            self.drafts.pop((key, competes), None)
 
 
 class RequestEstimates:

@@ -24,7 +24,7 @@ from bridge.threads import run, threads_for
 from draftbridge.v1 import model_pb2
 from services.bridge.backend import Opened, ServedModel, ServiceState
 from services.bridge.draft_choice import DraftChooser
-from services.bridge.endpoint import Endpoint
+from services.bridge.endpoint import Endpoint, key_of
 from services.bridge.listing import read_states
 from services.bridge.pairing import Pairing, Wish
 from services.bridge.remote import RemoteDrafter, RemoteVerifier
@@ -264,7 +264,7 @@ class Gateway:
                 )
                 now = verifier.endpoint
                 competes = draft.model.competes_with(now.model)
-                times = now.estimates.draft(draft.model.name, draft.model.forward_costs, competes=competes)
+                times = now.estimates.draft(key_of(draft), draft.model.forward_costs, competes=competes)
                 stack.enter_context(closing(drafter))
                 return Draft(draft.model, drafter, times, assignment.take_over, drafter.on_fault)
 

@@ -14,7 +14,7 @@ from bridge.request import Request
 from bridge.sampling.sampler import SamplingParameters
 from bridge.sources.source import DRAFT, Draft
 from draftbridge.v1 import candidate_pb2
-from services.bridge.endpoint import Endpoint
+from services.bridge.endpoint import Endpoint, key_of
 from services.bridge.gateway import BalancedDrafter
 from services.bridge.replicas import Balancer, blocks_of, is_of_replica
 from services.bridge.zoo import Zoo
@@ -92,7 +92,7 @@ class GuestDrafts:
 
         drafter.on_error = on_error
         competes = replica.model.competes_with(shared.model)
-        times = shared.estimates.draft(replica.model.name, replica.model.forward_costs, competes=competes)
+        times = shared.estimates.draft(key_of(replica), replica.model.forward_costs, competes=competes)
         return Draft(replica.model, drafter, times, on_fault=drafter.on_fault)
 
     def _make_room(self, is_new: bool) -> bool:

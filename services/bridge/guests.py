@@ -209,9 +209,9 @@ class CandidateServicer(candidate_pb2_grpc.CandidateServiceServicer):
         )
         return guest
 
-    def _forget_draft(self, name: str) -> None:
+    def _forget_draft(self, key: str) -> None:
         for estimates, _ in self._estimates.values():
-            estimates.forget_draft(name)
+            estimates.forget_draft(key)
 
     def _count(self, outcome: Outcome) -> None:
         for place, source in enumerate(outcome.tried.sources):

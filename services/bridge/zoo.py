@@ -16,7 +16,7 @@ from bridge.text.vocabulary import Vocabulary
 from draftbridge.security import Credentials
 from draftbridge.v1 import bridge_pb2, model_pb2
 from services.bridge.connection import Connection
-from services.bridge.endpoint import CHECK_SECONDS, ROLES, Endpoint, ModelReader
+from services.bridge.endpoint import CHECK_SECONDS, ROLES, Endpoint, ModelReader, key_of
 from services.bridge.entry import Entry
 from services.bridge.names import Resolver, host_name, is_localhost, resolve, with_ip
 from services.errors import DraftAway, ModelChanged, ModelNotFound
@@ -55,8 +55,8 @@ class Zoo:
         self.reader = ModelReader()
         self._entries: list[Entry] = []
         self.on_retired: Callable[[str], None] = lambda address: None
-        # Called with the name of a draft that is another model, or has another speed, than before.
-        self.on_other_draft: Callable[[str], None] = lambda name: None
+        # Called with the key of a draft whose speed may be another one than before.
+        self.on_other_draft: Callable[[str], None] = lambda key: None
 
     @property
     def connections(self) -> list[Connection]:
@@ -136,14 +136,15 @@ class Zoo:
                 one.report(error)
 
     def _on_connected(self, endpoint: Endpoint, before: Endpoint | None) -> None:
-        """Forgets what was learned about a draft that is another model, or has another speed, than before."""
+        """Forgets what was learned about a draft that may have another speed than before."""
         others = [one.known for one in self._of(model_pb2.ROLE_DRAFT) if one.known is not endpoint]
-        further_replica = before is None and any(one and one.identity == endpoint.identity for one in others)
+        key = key_of(endpoint)
+        further_replica = before is None and any(one and key_of(one) == key for one in others)
         if endpoint.role == model_pb2.ROLE_DRAFT and not further_replica:
             for one in self._of(model_pb2.ROLE_TARGET):
                 if one.known:
-                    one.known.estimates.forget_draft(endpoint.model.name)
-            self.on_other_draft(endpoint.model.name)
+                    one.known.estimates.forget_draft(key)
+            self.on_other_draft(key)
 
     async def close(self) -> None:
         """Stops connecting services, closes the channels, and ends the processes of the sandbox."""

@@ -35,7 +35,7 @@ def test_streams_end_when_their_bridge_stops(bridge: Bridge) -> None:
     stream.close()
 
 
-def test_the_times_of_a_draft_are_forgotten_when_another_model_has_its_name(bridge: Bridge) -> None:
+def test_the_times_of_a_draft_are_forgotten_when_it_has_another_speed(bridge: Bridge) -> None:
     stream = Raw(bridge.address, opening()).open()
     ((estimates, _),) = bridge.servicer._estimates.values()
     estimates.draft("small", ((1, 1_000_000),))

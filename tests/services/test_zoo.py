@@ -14,7 +14,7 @@ from bridge.request import Request
 from bridge.text.models import Model
 from draftbridge.v1 import bridge_pb2, model_pb2, sampling_pb2
 from services.bridge.connection import State
-from services.bridge.endpoint import Endpoint
+from services.bridge.endpoint import Endpoint, key_of
 from services.bridge.pairing import Pairing, Wish
 from services.bridge.servicer import BridgeServicer
 from services.bridge.zoo import Zoo
@@ -94,8 +94,8 @@ async def test_a_model_that_restarts_with_another_revision_or_tokenizer_is_read_
         await again.enter_async_context(serving(cheap(trained("gemma", "draft")), draft))
         await asyncio.to_thread(eventually, lambda: one.state is State.AVAILABLE)
         assert one.endpoint and one.endpoint.model.forward_costs[0] == (1, 10_000), "its times are of its last start"
-        learned = gateway.zoo.target("").estimates.drafts
-        assert one.endpoint.estimates is not before.estimates and "draft" not in learned, "it has another speed"
+        learned = [key for key, _ in gateway.zoo.target("").estimates.drafts]
+        assert one.endpoint.estimates is not before.estimates and key_of(before) not in learned, "it has another speed"
         await again.aclose()
         await stack.enter_async_context(serving(trained("llama-3", "draft", "2"), draft))
         await asyncio.to_thread(eventually, lambda: bool(one.endpoint and one.endpoint.description.revision == "2"))
@@ -113,10 +113,12 @@ async def test_what_was_learned_about_a_draft_stays_when_it_gets_another_replica
             pass
         gateway = await stack.enter_async_context(bridge([target], [first, second]))
         await text_of(gateway, "", Wish())
-        learned = gateway.zoo.target("").estimates.draft("draft")
+        ((key, _),) = gateway.zoo.target("").estimates.drafts
+        assert key == key_of(gateway.zoo.endpoints[1]), "one with another engine is known apart"
+        learned = gateway.zoo.target("").estimates.draft(key)
         await stack.enter_async_context(serving(trained("gemma", "draft"), second))
         await asyncio.to_thread(eventually, lambda: gateway.zoo.connections[2].state is State.AVAILABLE)
-        assert gateway.zoo.target("").estimates.draft("draft") is learned
+        assert gateway.zoo.target("").estimates.draft(key) is learned
 
 
 async def test_tokens_of_a_model_that_is_away_can_be_spelled() -> None:
