@@ -59,10 +59,7 @@ class Scheduler:
     """
 
     def __init__(
-        self,
-        open_engine: Callable[[], Engine],
-        queue_limit: int = 64,
-        observer: SchedulerObserver = UNOBSERVED,
+        self, open_engine: Callable[[], Engine], queue_limit: int = 64, observer: SchedulerObserver = UNOBSERVED
     ) -> None:
         self.queue_limit = queue_limit
         self._observer = observer

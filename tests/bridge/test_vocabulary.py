@@ -93,6 +93,14 @@ def test_a_written_control_token_that_the_model_itself_finds_costs_no_other_toke
         assert words.pieces(f"the dog{written} the dog".encode()).ids == [*before, *between, *rest]
 
 
+def test_a_tokenizer_with_a_giant_token_is_refused() -> None:
+    """A draft may propose 64 of them, and nobody counts the bytes before they are translated."""
+    spec = json.loads(tokenizer_json("byte_level"))
+    spec["model"]["vocab"]["z" * 4097] = len(spec["model"]["vocab"]) + len(spec["added_tokens"])
+    with pytest.raises(TokenizerNotUnderstood, match="it has a token of 4097 bytes, and at most 4096"):
+        Vocabulary(json.dumps(spec).encode())
+
+
 def test_dropout_of_a_training_run_is_left_out() -> None:
     spec = json.loads(tokenizer_json("byte_level"))
     spec["model"]["dropout"] = 0.9
