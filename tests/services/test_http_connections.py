@@ -382,7 +382,8 @@ async def test_a_client_that_sends_its_whole_body_first_reads_the_refusal(tiny_f
     """Some clients, such as urllib, use a connection for one request only."""
     async with door(tiny_fleet, Limits(body_bytes=1000)) as (url, _):
         reader, writer = await asyncio.open_connection(urlsplit(url).hostname, urlsplit(url).port)
-        writer.write(b"POST /v1/completions " + head + b"\r\nHost: localhost\r\nContent-Length: 12000000\r\n\r\n")
+        writer.write(b"POST /v1/completions " + head + b"\r\nHost: localhost\r\nContent-Length: 12000000\r\n")
+        writer.write(b"Content-Type: application/json\r\n\r\n")
         for _ in range(12):
             writer.write(b" " * 1_000_000)
             await writer.drain()
