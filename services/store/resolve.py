@@ -33,7 +33,7 @@ from services.store.cache import (
     source_of,
     writing,
 )
-from services.store.download import built_in_gguf
+from services.store.download import built_in_gguf, held_bytes
 from services.store.gguf import CUT_STATUS, check_gguf, is_gguf, reader
 
 # What is kept of a GGUF file, by the data type of its weights ("" for none): the end of the directory's name in the
@@ -193,14 +193,8 @@ def _built_in(model: BuiltIn, weights: str, report: Report) -> Path:
     if weights:  # told before the download, which would be in vain
         with writing(cache_directory(), "the download with its conversion"):
             needed = round(1e6 * model.megabytes * (1 + 8 * _KEPT[weights][1] / _BUILT_IN_BITS))
-            check_space(cache_directory(), "the download with its conversion", needed - _held(model))
+            check_space(cache_directory(), "the download with its conversion", needed - held_bytes(model))
     return _gguf(built_in_gguf(model, report), model.name, model.sha256, weights, report)
-
-
-def _held(model: BuiltIn) -> int:
-    """Returns the bytes of a built-in model's GGUF file that are in the cache already."""
-    file = cache_directory() / f"{model.name}.gguf"
-    return file.stat().st_size if file.is_file() else 0
 
 
 def _in_cache(name: str, digest: str, weights: str) -> Path | None:
