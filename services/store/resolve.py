@@ -34,7 +34,7 @@ from services.store.cache import (
     writing,
 )
 from services.store.download import built_in_gguf, held_bytes
-from services.store.gguf import CUT_STATUS, check_gguf, is_gguf, reader
+from services.store.gguf import CUT_STATUS, is_gguf, reader, remembered_sha256
 
 # What is kept of a GGUF file, by the data type of its weights ("" for none): the end of the directory's name in the
 # cache, and the bytes of a weight. float32 represents every value of the file, and what holds it serves for all others.
@@ -213,7 +213,7 @@ def _gguf(path: Path, name: str, sha256: str | None, weights: str, report: Repor
     `sha256`: the file's, if that was checked. Raises `UnusableModel`, `DamagedFile`, `CacheUnusable` or `NoSpace`.
     """
     with reading(path):
-        digest = sha256 or check_gguf(path)
+        digest = sha256 or remembered_sha256(path)
     name = name if sha256 else f"{shortened(name)}-{digest[:12]}"
     if kept := _in_cache(name, digest, weights):
         return kept
