@@ -14,11 +14,12 @@ from draftbridge import CallError
 from services.child import quiet_libraries
 from services.cli import bench_command, client, doctor_command, health, servers, top
 from services.cli.options import configured
-from services.cli.terminal import FULL, fail, out, report, warn
+from services.cli.terminal import fail, out, report, warn
 from services.cli.variables import misspelt
 from services.config import MODEL_HELP, BridgeServerConfig, HttpServerConfig, ModelServerConfig
 from services.interrupts import importing
 from services.logs import LogFormat, LogLevel, configure
+from services.store.cache import FULL
 
 app = typer.Typer(
     no_args_is_help=True,

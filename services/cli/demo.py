@@ -21,7 +21,7 @@ from services.cli.processes import Fleet, ProcessFailed, draft_threads, fleet
 from services.engines import registry
 from services.engines.cpu import lacks_bfloat16, surely_on_cpu
 from services.engines.spec import EngineOptions
-from services.errors import ModelNotFound
+from services.errors import ChecksumMismatch, DamagedFile, ModelNotFound
 from services.store.built_in import SUFFIX
 from services.store.cache import NoSpace
 from services.store.resolve import default_name, resolve
@@ -78,6 +78,14 @@ def perimeter(width, height):
 
 def is_square(width, height):
     return width == height"""
+_CHOSEN = (
+    "The target runs in the engine that --engine auto chooses: of those that are installed, the one with the best "
+    "expected speed with a good draft. "
+)
+_FASTEST_ALONE = (
+    "Without a draft, 4-bit weights on a CPU (--engine llamacpp or ik_llama, depending on the processor) usually give "
+    "the most tokens per second"
+)
 # Eleven to one in size, from two families, with two tokenizers.
 LARGE = Demonstration(
     "qwen2.5-coder-1.5b-instruct",
@@ -86,11 +94,9 @@ LARGE = Demonstration(
     engine=large_engine(lacks_bfloat16() and surely_on_cpu(EngineOptions().device)),
     reasons={
         "torch": "The target runs in torch with its weights in full precision, where a pass over several tokens costs "
-        "little more than a pass over one. Weights in 4 or 8 bits (--engine auto) give more tokens per second without "
-        "a draft.",
-        "": "The target runs on the fastest engine that is installed, which is also the fastest without a draft. In "
-        "full precision (--engine torch) it would be several times as slow, because this processor does not compute in "
-        "bfloat16.",
+        f"little more than a pass over one. {_FASTEST_ALONE}, perhaps as many as this pair.",
+        "": f"{_CHOSEN}{_FASTEST_ALONE}. In full precision (--engine torch) a draft gains more, but the target alone "
+        "is slower, by several times on a CPU that does not compute in bfloat16.",
     },
 )
 SMALL = Demonstration(
@@ -98,8 +104,8 @@ SMALL = Demonstration(
     "smollm2-135m-instruct",
     "The planets of the solar system, in order from the Sun, are",
     reasons={
-        "": "The target runs on the fastest engine that is installed, which is also the fastest without a draft. The "
-        "large pair (make demo) shows what a draft gains that is eleven times as small."
+        "": f"{_CHOSEN}{_FASTEST_ALONE}. The large pair (make demo) shows what a draft gains that is eleven times as "
+        "small as its target."
     },
 )
 
@@ -107,16 +113,12 @@ SMALL = Demonstration(
 def run(console: Console, wanted: Demonstration, max_tokens: int | None, report: Callable[[str], None]) -> None:
     """Starts three processes, prints the text as it comes and a table, and stops the processes.
 
-    If the large pair cannot be had or does not start, reports it and runs the small one. `max_tokens`: None for fewer
-    with a slower target.
+    If the target of the large pair cannot be had or does not start, reports it and runs another one, see `_instead`.
+    `max_tokens`: None for fewer with a slower target.
     """
     wanted = _fetched(wanted, report)
     with ExitStack() as stack:
-        try:
-            running = stack.enter_context(_started(wanted, report))
-        except ProcessFailed as error:
-            wanted = _smaller(wanted, error, report)
-            running = stack.enter_context(_started(_fetched(wanted, report), report))
+        wanted, running = _running(wanted, stack, report)
         client = stack.enter_context(Client(running.bridge))
         served = {model.name: model for model in client.models()}
         described = ", ".join(f"{one.name} ({one.engine}, {one.dtype})" for one in served.values())
@@ -160,15 +162,32 @@ def _started(wanted: Demonstration, report: Callable[[str], None]) -> AbstractCo
     )
 
 
+def _running(wanted: Demonstration, stack: ExitStack, report: Callable[[str], None]) -> tuple[Demonstration, Fleet]:
+    """Starts the three processes, and those of another pair if the large target does not start. Returns the pair."""
+    try:
+        return wanted, stack.enter_context(_started(wanted, report))
+    except ProcessFailed as error:
+        if error.metadata.get("process") != "target":
+            raise
+        return _running(_fetched(_instead(wanted, error, report), report), stack, report)
+
+
 def _token_count(alone: float) -> int:
     """Returns how many tokens to generate, given how many the target alone generates per second."""
     return min(max(int(_ALONE_SECONDS * alone), _MIN_TOKENS), _MAX_TOKENS)
 
 
-def _smaller(wanted: Demonstration, error: DraftBridgeError, report: Callable[[str], None]) -> Demonstration:
-    """Returns the small pair in place of the large one, and reports why. Raises the error for any other pair."""
+def _instead(wanted: Demonstration, error: DraftBridgeError, report: Callable[[str], None]) -> Demonstration:
+    """Returns what runs in place of the large pair, whose target failed, and reports why.
+
+    First the same pair with another engine, which may need less disk and memory, unless the model's file itself is
+    missing or wrong; then the small pair. Raises the error for any other pair.
+    """
     if (wanted.target, wanted.draft) != (LARGE.target, LARGE.draft):
         raise error
+    if wanted.engine != registry.AUTO and not isinstance(error, ModelNotFound | ChecksumMismatch | DamagedFile):
+        report(f"{error}; going on with --engine auto, which converts nothing if it finds an engine for GGUF files")
+        return replace(wanted, engine=registry.AUTO)
     report(f"{error}; going on with the small pair")
     return replace(SMALL, prompt=SMALL.prompt if wanted.prompt == LARGE.prompt else wanted.prompt)
 
@@ -181,22 +200,31 @@ def _compared(together: str, alone: str) -> str:
 
 
 def _fetched(wanted: Demonstration, report: Callable[[str], None]) -> Demonstration:
-    """Downloads the models, those of the small pair if the large one cannot be had. Returns the pair."""
+    """Downloads the models, those of another pair if the large target cannot be had. Returns the pair.
+
+    Raises a `DraftBridgeError`, as for a draft that cannot be had.
+    """
     try:
-        _fetch(wanted, report)
+        _fetch_target(wanted, report)
     except (ModelNotFound, UnusableModel, NoSpace) as error:
-        return _fetched(_smaller(wanted, error, report), report)
+        return _fetched(_instead(wanted, error, report), report)
+    if _has_files(wanted.draft):
+        resolve(wanted.draft, report, weights="")  # here it shows what went wrong
     return wanted
 
 
-def _fetch(wanted: Demonstration, report: Callable[[str], None]) -> None:
-    """Downloads the models, and converts the target for its engine. Raises a `DraftBridgeError`.
+def _has_files(draft: str) -> bool:
+    return draft not in ("none", SUFFIX)
 
-    Another process reads the draft's tokenizer while the target is downloaded.
+
+def _fetch_target(wanted: Demonstration, report: Callable[[str], None]) -> None:
+    """Downloads the target, and converts it for its engine. Raises a `DraftBridgeError`.
+
+    Another process downloads the draft and reads its tokenizer meanwhile.
     """
-    drafts = wanted.draft not in ("none", SUFFIX)
     words = bound_command("services.store.resolve", wanted.draft)
-    beside = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) if drafts else None
+    devnull = subprocess.DEVNULL
+    beside = subprocess.Popen(words, stdout=devnull, stderr=devnull) if _has_files(wanted.draft) else None
     try:
         if wanted.engine == registry.AUTO:
             resolve(wanted.target, report, weights="")
@@ -208,8 +236,6 @@ def _fetch(wanted: Demonstration, report: Callable[[str], None]) -> None:
         if beside:
             beside.terminate()
             beside.wait()
-    if drafts:
-        resolve(wanted.draft, report, weights="")  # here it shows what went wrong
 
 
 def _why(together: Sample, alone: Sample) -> str:

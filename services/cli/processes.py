@@ -350,7 +350,7 @@ class Announcements:
             elif name not in self.addresses:
                 status = self._processes[name].wait()
                 reason = f"it has ended {how_ended(status)}" if status < 0 else "see its message above"
-                raise ProcessFailed(f"the {name} did not start: {reason}")
+                raise ProcessFailed(f"the {name} did not start: {reason}", process=name)
 
 
 def how_ended(status: int) -> str:

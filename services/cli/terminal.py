@@ -1,6 +1,5 @@
 """Output to the terminal, and the default models of the commands."""
 
-import errno
 import os
 import shutil
 import sys
@@ -14,11 +13,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from bridge.errors import DraftBridgeError
+from services.store.cache import FULL
 
 # Wide where no terminal wraps its lines, so that tables are whole in a file and in a pipe.
 _PIPE_WIDTH = 200
-# Errors of a write to a full disk.
-FULL = (errno.ENOSPC, errno.EDQUOT)
 _MIN_FREE_BYTES = 1 << 20
 # Without emoji, texts and addresses keep what would be the code of one, such as :100:.
 out = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH, emoji=False)

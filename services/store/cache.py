@@ -25,6 +25,8 @@ _SOURCE = "gguf.sha256"
 _LOCK, _STALE_SECONDS = "lock", 60
 # File systems allow 255 bytes.
 _MAX_NAME_BYTES = 200
+# Errors of a disk, or of a user's part of it, that is full.
+FULL = (errno.ENOSPC, errno.EDQUOT)
 # A disk with fewer free bytes is full. A file that did not fit may have left a little room.
 _FULL_BYTES = 1 << 24
 
@@ -73,7 +75,7 @@ def writing(directory: Path, what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in FULL:
             raise NoSpace(directory, what, shutil.disk_usage(directory).free) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):  # such as files of another user
             raise CacheUnusable(directory, error.strerror) from error

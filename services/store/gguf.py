@@ -1,11 +1,16 @@
 """Checks GGUF files."""
 
 import hashlib
+import json
+import os
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge.errors import UnusableModel
 from services.errors import ChecksumMismatch
+from services.store.cache import cache_directory, write_json
 
 if TYPE_CHECKING:
     from gguf.gguf_reader import GGUFReader
@@ -13,6 +18,8 @@ if TYPE_CHECKING:
 # The exit status of a conversion that fails because the file ends too early.
 CUT_STATUS = 3
 _MAGIC = b"GGUF"
+# A file that was written so recently may be written again without a change of its time, which has steps of up to 2 s.
+_RECENT_SECONDS = 2.0
 
 
 def is_gguf(path: Path) -> bool:
@@ -74,4 +81,26 @@ def check_gguf(path: Path, sha256: str | None = None) -> str:
             expected=sha256,
             got=digest,
         )
+    return digest
+
+
+def remembered_sha256(path: Path) -> str:
+    """Returns the SHA-256 of a GGUF file, which each process of a start needs, but which only the first one computes.
+
+    The cache remembers it until the file's size or times change. Raises `OSError`, and `UnusableModel` for other files.
+    """
+    found = path.stat()
+    # The second time changes even where a copy or an archive sets the first one to that of its original.
+    facts = [found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+    name = hashlib.sha256(os.fsencode(path.absolute())).hexdigest()[:24]
+    file = cache_directory().parent / "gguf" / f"{name}.json"
+    with suppress(OSError, ValueError, KeyError, TypeError):  # another program may have written it
+        known = json.loads(file.read_text())
+        if known["facts"] == facts:
+            return str(known["sha256"])
+    steady = time.time() - found.st_mtime > _RECENT_SECONDS
+    digest = check_gguf(path)
+    if steady:
+        with suppress(OSError):
+            write_json(file, {"facts": facts, "sha256": digest})
     return digest

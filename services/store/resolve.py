@@ -33,8 +33,8 @@ from services.store.cache import (
     source_of,
     writing,
 )
-from services.store.download import built_in_gguf
-from services.store.gguf import CUT_STATUS, check_gguf, is_gguf, reader
+from services.store.download import built_in_gguf, held_bytes
+from services.store.gguf import CUT_STATUS, is_gguf, reader, remembered_sha256
 
 # What is kept of a GGUF file, by the data type of its weights ("" for none): the end of the directory's name in the
 # cache, and the bytes of a weight. float32 represents every value of the file, and what holds it serves for all others.
@@ -193,14 +193,8 @@ def _built_in(model: BuiltIn, weights: str, report: Report) -> Path:
     if weights:  # told before the download, which would be in vain
         with writing(cache_directory(), "the download with its conversion"):
             needed = round(1e6 * model.megabytes * (1 + 8 * _KEPT[weights][1] / _BUILT_IN_BITS))
-            check_space(cache_directory(), "the download with its conversion", needed - _held(model))
+            check_space(cache_directory(), "the download with its conversion", needed - held_bytes(model))
     return _gguf(built_in_gguf(model, report), model.name, model.sha256, weights, report)
-
-
-def _held(model: BuiltIn) -> int:
-    """Returns the bytes of a built-in model's GGUF file that are in the cache already."""
-    file = cache_directory() / f"{model.name}.gguf"
-    return file.stat().st_size if file.is_file() else 0
 
 
 def _in_cache(name: str, digest: str, weights: str) -> Path | None:
@@ -219,7 +213,7 @@ def _gguf(path: Path, name: str, sha256: str | None, weights: str, report: Repor
     `sha256`: the file's, if that was checked. Raises `UnusableModel`, `DamagedFile`, `CacheUnusable` or `NoSpace`.
     """
     with reading(path):
-        digest = sha256 or check_gguf(path)
+        digest = sha256 or remembered_sha256(path)
     name = name if sha256 else f"{shortened(name)}-{digest[:12]}"
     if kept := _in_cache(name, digest, weights):
         return kept

@@ -1,5 +1,6 @@
 """Tests of how a fresh environment is made: by which Python, and with which versions of packages."""
 
+import os
 import subprocess
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -26,6 +27,33 @@ def test_an_environment_whose_installation_was_interrupted_is_made_again(tmp_pat
     command = ["make", "--file", str(ROOT / "Makefile"), "--old-file", ".venv/dev", "--dry-run", "test-clients"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=True)
     assert "litellm" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "arguments"),
+    [
+        ([], {}, []),
+        (["PROMPT=Explain $HOME and $(PATH)"], {}, ["--", "Explain $HOME and $(PATH)"]),
+        (["PROMPT=- a list, isn't it?"], {}, ["--", "- a list, isn't it?"]),
+        ([], {"PROMPT": 'Two\nlines of "$HOME"'}, ["--", 'Two\nlines of "$HOME"']),
+        (["SMALL=1"], {}, ["--small"]),
+        (["SMALL=0", "DRAFT=none"], {}, ["--draft", "none"]),
+        (["TARGET=a model"], {"TARGET": "x86_64", "DRAFT": "yes"}, ["--target", "a model"]),
+    ],
+)
+def test_the_demo_gets_what_was_given_to_make(
+    tmp_path: Path, given: list[str], environment: dict[str, str], arguments: list[str]
+) -> None:
+    """The program is a stand-in that prints its arguments."""
+    (program := tmp_path / ".venv/bin/draftbridge").parent.mkdir(parents=True)
+    program.write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
+    program.chmod(0o755)
+    command = ["make", "--file", str(ROOT / "Makefile"), "--old-file", ".venv/demo", "demo", *given]
+    own = {name: value for name, value in os.environ.items() if name not in ("PROMPT", "TARGET", "DRAFT", "SMALL")}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=own | environment, capture_output=True, text=True, timeout=200, check=True
+    )
+    assert done.stdout.split("\0")[:-1] == ["demo", *arguments]
 
 
 @pytest.mark.parametrize("reached", [True, False])

@@ -20,7 +20,7 @@ from services.cli import demo
 from services.cli.bench import ALONE, AUTO, Sample
 from services.cli.demo import LARGE, SMALL, Demonstration, large_engine
 from services.cli.processes import ProcessFailed
-from services.errors import ChecksumMismatch, ModelNotFound
+from services.errors import ChecksumMismatch, DamagedFile, ModelNotFound
 from services.store.cache import NoSpace
 
 
@@ -42,22 +42,48 @@ def gone(monkeypatch: pytest.MonkeyPatch) -> dict[str, Exception]:
     return errors
 
 
+FULL_PRECISION = replace(LARGE, engine="torch")
+NO_SPACE = NoSpace(Path("models"), "the download", 1 << 30, 2 << 30)
+
+
 @pytest.mark.parametrize(
-    "error",
+    ("error", "steps"),
     [
-        ModelNotFound("no source has it"),
-        ChecksumMismatch("a part is another file"),
-        UnusableModel("it could not be converted"),
-        NoSpace(Path("models"), "the download", 1 << 30, 2 << 30),
+        (ModelNotFound("no source has it"), ["the small pair"]),
+        (ChecksumMismatch("a part is another file"), ["the small pair"]),
+        (DamagedFile("it ends before its last tensor"), ["the small pair"]),
+        (UnusableModel("it could not be converted"), ["--engine auto", "the small pair"]),
+        (NO_SPACE, ["--engine auto", "the small pair"]),
     ],
 )
-def test_without_the_large_pair_it_goes_on_with_the_small_one(gone: dict[str, Exception], error: Exception) -> None:
+def test_without_the_large_target_it_goes_on_with_the_small_pair(
+    gone: dict[str, Exception], error: Exception, steps: list[str]
+) -> None:
     gone[LARGE.target] = error
     lines: list[str] = []
-    assert demo._fetched(LARGE, lines.append) == SMALL
-    assert str(error) in lines[0] and "small pair" in lines[0]
+    assert demo._fetched(FULL_PRECISION, lines.append) == SMALL
+    for line, step in zip(lines, steps, strict=True):
+        assert line.startswith(f"{error}; going on with {step}")
     own = demo._fetched(replace(LARGE, prompt="Mine"), lines.append)
     assert own == replace(SMALL, prompt="Mine"), "the prompt is still the user's"
+
+
+def test_without_room_for_full_precision_the_large_target_runs_in_another_engine(
+    gone: dict[str, Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def prepare(*_: object) -> Path:
+        raise NO_SPACE
+
+    monkeypatch.setattr(demo.registry, "prepare", prepare)
+    assert demo._fetched(FULL_PRECISION, str) == replace(LARGE, engine="auto")
+
+
+def test_without_the_draft_that_both_pairs_have_nothing_else_is_tried(gone: dict[str, Exception]) -> None:
+    gone[LARGE.draft] = ModelNotFound("no source has it")
+    lines: list[str] = []
+    with pytest.raises(ModelNotFound, match="no source has it"):
+        demo._fetched(LARGE, lines.append)
+    assert not lines
 
 
 @pytest.mark.parametrize("wanted", [replace(LARGE, draft="nonsense"), replace(SMALL, target="nonsense")])
@@ -73,24 +99,39 @@ def test_a_large_target_that_does_not_start_is_replaced_and_the_small_pair_runs(
     """Real processes: the large target's directory is empty."""
     target, draft = (str(path) for path in tiny_models)
     (tmp_path / "empty").mkdir()
-    monkeypatch.setattr(demo, "LARGE", replace(LARGE, target=str(tmp_path / "empty"), draft=draft))
+    monkeypatch.setattr(demo, "LARGE", replace(FULL_PRECISION, target=str(tmp_path / "empty"), draft=draft))
     monkeypatch.setattr(demo, "SMALL", replace(SMALL, target=target, draft=draft, engine="torch"))
     lines, console = list[str](), Console(file=io.StringIO(), width=100)
     demo.run(console, demo.LARGE, None, lines.append)
     printed = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "the target did not start: see its message above; going on with the small pair" in lines
+    failed = [line for line in lines if "did not start" in line]
+    assert all(line.startswith("the target did not start: see its message above; going on with ") for line in failed)
+    assert ["--engine auto" in line for line in failed] == [True, False] and failed[1].endswith("the small pair")
     assert SMALL.prompt in printed and "target alone" in printed and "auto" in printed
     assert "Both texts are the same" in printed or "The two texts part after" in printed
     with pytest.raises(ProcessFailed, match="the target did not start"):
         demo.run(console, replace(demo.LARGE, draft="none"), 24, lines.append)
 
 
+def test_a_draft_that_does_not_start_is_not_tried_with_another_target(
+    tiny_models: tuple[Path, Path], gone: dict[str, Exception], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Real processes: the draft's directory is empty."""
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setattr(demo, "LARGE", replace(LARGE, target=str(tiny_models[0]), draft=str(tmp_path / "empty")))
+    lines = list[str]()
+    with pytest.raises(ProcessFailed, match="the draft did not start"):
+        demo.run(Console(file=io.StringIO()), demo.LARGE, 24, lines.append)
+    assert "going on" not in "\n".join(lines)
+
+
 def test_the_reason_is_that_of_the_engine_that_the_target_has() -> None:
     """`auto` may choose torch, where no faster engine is installed."""
     assert (large_engine(without_bfloat16=True), large_engine(without_bfloat16=False)) == ("auto", "torch")
-    assert "in full precision" in LARGE.reason("torch") and "(--engine auto)" in LARGE.reason("torch")
-    assert "the fastest engine" in LARGE.reason("ik_llama") and "(--engine torch)" in LARGE.reason("ik_llama")
-    assert "(make demo)" in SMALL.reason("torch") and "(make demo)" in SMALL.reason("ik_llama")
+    assert "in full precision" in LARGE.reason("torch") and "--engine auto" in LARGE.reason("ik_llama")
+    assert "(--engine torch)" in LARGE.reason("ik_llama") and "(make demo)" in SMALL.reason("ik_llama")
+    for reason in (*LARGE.reasons.values(), *SMALL.reasons.values()):
+        assert "Without a draft, 4-bit weights on a CPU (--engine llamacpp or ik_llama" in reason
     assert replace(LARGE, reasons={}).reason("torch") == ""
 
 
@@ -159,10 +200,10 @@ def test_the_draft_is_read_beside_the_target(monkeypatch: pytest.MonkeyPatch, fa
     monkeypatch.setattr(demo, "resolve", resolve)
     monkeypatch.setattr(demo.subprocess, "Popen", Process)
     with pytest.raises(ModelNotFound) if fails else nullcontext():
-        demo._fetch(SMALL, str)
+        demo._fetched(SMALL, str)
     assert [words[-2:] for words in begun] == [["services.store.resolve", SMALL.draft]]
     assert resolved == [SMALL.target] if fails else [SMALL.target, SMALL.draft]
     assert after_draft == [-signal.SIGTERM if fails else 0]
     if not fails:
-        demo._fetch(replace(SMALL, draft="none"), str)
+        demo._fetched(replace(SMALL, draft="none"), str)
         assert len(begun) == 1

