@@ -267,9 +267,9 @@ async def test_what_a_sequence_holds_is_reported_until_it_cannot_be_followed() -
     guest.close()
 
 
-@pytest.mark.parametrize(("free", "asked", "room"), [(100, None, 64), (100, 5, 5), (9, None, 8), (9, 5, 5), (0, 5, 0)])
-def test_candidates_have_room_in_the_context(free: int, asked: int | None, room: int) -> None:
+@pytest.mark.parametrize(("free", "asked", "most"), [(100, None, 24), (100, 5, 5), (9, None, 8), (9, 5, 5), (0, 5, 0)])
+def test_candidates_have_room_in_the_context(free: int, asked: int | None, most: int) -> None:
     """The forward's own token needs a place, too."""
     sequence = GuestSequence(GuestOpening(MODEL, TargetEstimates()), [70] * (MODEL.context_length - free), 0)
-    sequence.limit_room(asked)
-    assert sequence.room == room
+    sequence.limit(asked)
+    assert sequence.max_width == most

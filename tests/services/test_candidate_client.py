@@ -247,9 +247,11 @@ def test_a_late_answer_serves_a_later_step(connected: CandidateClient, bridge: S
     assert ask(connected, [1, 2, 3], deadline=0.01) == ()
     bridge.answering.set()
     eventually(lambda: connected.counts.answer_count == 1)
+    assert ask(connected, [1, 2, 3, 4], deadline=0, max_candidates=0) == ()
+    assert ask(connected, [1, 2, 3, 4], deadline=0, max_candidates=1) == (5,)
     assert ask(connected, [1, 2, 3, 4], deadline=0) == (5, 6)
     # It continues [1, 2, 3], so it has nothing for another continuation.
-    eventually(lambda: connected.counts.answer_count == 2)
+    eventually(lambda: connected.counts.answer_count == 4)
     assert ask(connected, [1, 2, 3, 9], kept_token_count=3, deadline=0) == ()
 
 

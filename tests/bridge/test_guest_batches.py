@@ -1,0 +1,136 @@
+"""Tests what guests get that run several sequences in a forward: how many candidates, and for which sequences."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from bridge.guest_sequence import GuestSequence
+from bridge.guest_step import Answer, SequenceUpdate
+from bridge.planning.batch import BatchCosts
+from bridge.sources.source import Offer, Outcome
+from tests.support.reciting import IDS, MS, guest_of, opened, stepped
+
+
+@pytest.mark.parametrize("others", [0, 1])
+@pytest.mark.parametrize("most", [1, 3])
+async def test_an_answer_has_candidates_for_forwards_after_the_next(most: int, others: int) -> None:
+    """For an engine that receives it late, also if one forward cannot verify them all."""
+    costs, ids = BatchCosts(), range(1, 2 + others)
+    for number in range(200):  # candidates cost nothing
+        costs.observe(2, 2 * (number % 4), 2e7)
+    guest = guest_of(costs=costs)
+    await stepped(guest, 1, *(SequenceUpdate(id_, 0, tuple(IDS[:150])) for id_ in ids))
+    for id_ in ids:
+        await opened(guest, id_)
+    updates = [SequenceUpdate(id_, 150, (IDS[150],), max_candidate_count=most) for id_ in ids]
+    answer = await stepped(guest, 2, *updates, deadline_ns=10**9)
+    guest.close()
+    for one in answer.proposed:
+        assert one.width == most and one.offer.token_ids == tuple(IDS[151 : 151 + 3 * most])
+    assert len(answer.proposed) == 1 + others
+
+
+async def test_an_expensive_forward_gets_fewer_candidates() -> None:
+    """Compares an engine whose forwards cost the same at any width with one where each token adds to the cost."""
+    verified = {}
+    for name, slope in (("flat", 0.0), ("steep", 2.0)):
+        costs = BatchCosts()
+        for number in range(200):
+            costs.observe(8, 8 * (number % 4), 2e7 * (1 + slope * (number % 4)))
+        guest = guest_of(costs=costs)
+        await stepped(guest, 1, *(SequenceUpdate(id_, 0, tuple(IDS[: 150 + id_])) for id_ in range(8)))
+        await asyncio.gather(*(opened(guest, id_) for id_ in range(8)))
+        updates = [SequenceUpdate(id_, 150 + id_, (IDS[150 + id_],)) for id_ in range(8)]
+        answer = await stepped(guest, 2, *updates, deadline_ns=10**9)
+        verified[name] = sum(one.width for one in answer.proposed)
+        guest.close()
+    assert verified["steep"] < verified["flat"] and verified["flat"] > 8
+
+
+async def test_candidates_that_seem_too_expensive_are_tried_now_and_then() -> None:
+    """Otherwise a few slow forwards, as on a busy machine, would rule them out forever."""
+    costs = BatchCosts()
+    for number in range(200):
+        costs.observe(8, 8 * (number % 4), 2e7 * (1 + 50.0 * (number % 4)))
+    guest = guest_of(costs=costs)
+    await stepped(guest, 1, *(SequenceUpdate(id_, 0, tuple(IDS[: 100 + id_])) for id_ in range(8)))
+    await asyncio.gather(*(opened(guest, id_) for id_ in range(8)))
+    tried = []
+    for number in range(250):
+        ends = {id_: 100 + id_ + number for id_ in range(8)}
+        updates = [SequenceUpdate(id_, end, (IDS[end % 150],)) for id_, end in ends.items()]
+        answer = await stepped(guest, number + 2, *updates, deadline_ns=10**9)
+        if answer.proposed:
+            tried.append(number)
+            assert all(one.width == 1 for one in answer.proposed)
+    guest.close()
+    assert 2 <= len(tried) <= 3
+
+
+@pytest.mark.parametrize("reason", ["a plain forward", "no gain", "the deadline"])
+async def test_candidates_that_are_not_worth_verifying_any_more_are_withdrawn(
+    reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, and only from sequences that the bridge has looked at: others may still use an earlier answer."""
+    now, costs = 0, BatchCosts()
+    for number in range(200):  # candidates cost nothing
+        costs.observe(2, 2 * (number % 4), 2e7)
+    guest = guest_of(clock=lambda: now, costs=costs)
+
+    async def forward(number: int) -> Answer:
+        ends = {id_: 140 + id_ + number for id_ in (1, 2)}
+        updates = [SequenceUpdate(id_, end, (IDS[end],)) for id_, end in ends.items()]
+        return await stepped(guest, number + 2, *updates, deadline_ns=0)
+
+    await stepped(guest, 1, *(SequenceUpdate(id_, 0, tuple(IDS[: 140 + id_])) for id_ in (1, 2)))
+    for id_ in (1, 2):
+        await opened(guest, id_)
+    answer = await forward(0)
+    assert {one.sequence_id for one in answer.proposed} == {1, 2} and not answer.withdrawn
+    commit = GuestSequence.commit
+
+    def slow(sequence: GuestSequence, *arguments: Any) -> Outcome:
+        nonlocal now
+        now += 10 * MS
+        return commit(sequence, *arguments)
+
+    with monkeypatch.context() as patch:
+        if reason == "the deadline":
+            patch.setattr(GuestSequence, "commit", slow)
+        if reason == "a plain forward":
+            patch.setattr("bridge.guest._PLAIN_FORWARDS", 1)
+        else:
+            patch.setattr(GuestSequence, "best_offer", lambda *_: (Offer(), []))
+        answers = [await forward(number) for number in (1, 2)]
+    assert not any(one.proposed for one in answers)
+    # Each of these steps has time for one sequence, and each sequence gets its turn.
+    assert [sorted(one.withdrawn) for one in answers] == ([[1], [2]] if reason == "the deadline" else [[1, 2], []])
+    guest.close()
+
+
+async def test_a_short_deadline_goes_to_good_offers_first_and_to_all_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, looked = 0, list[GuestSequence]()
+    best_offer = GuestSequence.best_offer
+
+    def slow(sequence: GuestSequence, considered: int) -> tuple[Offer, list[float]]:
+        nonlocal now
+        now += 400_000
+        looked.append(sequence)
+        return best_offer(sequence, considered)
+
+    guest = guest_of(clock=lambda: now)
+    half = len(IDS) // 2
+    texts = [IDS, *([number, *range(40, 400)] for number in range(7))]
+    starts = [half, *([40] * 7)]
+    updates = [SequenceUpdate(number, 0, tuple(texts[number][: starts[number]])) for number in range(8)]
+    await stepped(guest, 1, *updates, deadline_ns=10**9)
+    monkeypatch.setattr(GuestSequence, "best_offer", slow)
+    for step in range(40):
+        updates = [
+            SequenceUpdate(number, start + step, (texts[number][start + step],)) for number, start in enumerate(starts)
+        ]
+        await stepped(guest, step + 2, *updates, deadline_ns=0)  # a millisecond
+    counts = [looked.count(held.sequence) for held in guest.held.values() if held.sequence]
+    assert len(looked) < 40 * 8, "the deadline was long enough for all"
+    assert counts[0] >= 38 and min(counts) >= 5 and max(counts[1:]) < 20
