@@ -11,8 +11,8 @@ and planning, and waiting for a draft. The first `--warm` steps of each number o
 
 With `--draft-tokenizer`, a draft service recites the text without computing, right with probability `--acceptance`;
 without it there is prompt lookup alone. "round trip": milliseconds that a proxy puts between engine and bridge; 0:
-without the proxy. "missed": answers that came after their deadline; after three in a row the client does not wait until
-an answer is in time. "speed": tokens per second relative to the engine alone.
+without the proxy. "missed": answers that came after their deadline; after three in a row the client waits only now and
+then until an answer is in time. "speed": tokens per second relative to the engine alone.
 """
 
 import argparse

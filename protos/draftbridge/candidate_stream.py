@@ -14,6 +14,11 @@ CLOSED = object()
 _MAX_STEP_TOKENS = 1 << 20
 # The new tokens of a sequence that take no time worth counting.
 _MAX_SHORT_TOKENS = 64
+# After this many missed deadlines in a row, steps do not wait until an answer arrives in time. But answers may be late
+# only because the engine computes meanwhile. So after this number of steps one waits again, then after twice as many,
+# up to the second number.
+MAX_MISSED = 3
+UNWAITED_STEPS, _MAX_UNWAITED_STEPS = 16, 256
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,28 @@ class Answer:
         count = self.width if limit is None else min(self.width, limit)
         chosen = slice(done, done + count)
         return Candidates(self.token_ids[chosen], self.sources[chosen]) if count else None
+
+
+@dataclass
+class Patience:
+    """Decides which steps wait for their answers, by the deadlines that were missed in a row."""
+
+    missed_count: int = 0
+    _unwaited_count: int = 0
+
+    def waits(self) -> bool:
+        """Returns whether the present step waits."""
+        excess = self.missed_count - MAX_MISSED
+        if excess >= 0:
+            self._unwaited_count += 1
+            if self._unwaited_count < min(UNWAITED_STEPS << excess, _MAX_UNWAITED_STEPS):
+                return False
+        self._unwaited_count = 0
+        return True
+
+    def note(self, *, in_time: bool) -> None:
+        """Records an answer that arrived in time, or a wait in vain."""
+        self.missed_count = 0 if in_time else self.missed_count + 1
 
 
 @dataclass
