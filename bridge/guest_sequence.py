@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter_ns
@@ -217,13 +218,13 @@ class GuestSequence:
             choice = speculation.choose()
             until = min(deadline_ns, now + int(speculation.plan.patience_ns))
             while choice.awaited and not choice.width and (left := until - clock()) > 0:
-                try:
+                with suppress(TimeoutError):
                     async with asyncio.timeout(left / 1e9):
                         await self._news.wait()
-                except TimeoutError:
-                    self._timed_out = speculation.plan.pace.turns
                 self._refresh()
                 choice = speculation.choose()
+            # The draft has not answered in time, which does not mean that it had nothing to propose.
+            self._timed_out = speculation.plan.pace.turns and choice.awaited
             self._waited_ns = clock() - now
         self._plan = speculation.plan
         return choice.offer, min(choice.width, self.max_width)
