@@ -30,6 +30,7 @@ class SequenceStep:
     the sequence has only grown. `generated_token_count`: how many at the end are not of the prompt, when it starts.
     `max_candidates`: the most that the engine can verify now; None for the bridge's choice, 0 for none.
     `verified_count`: how many of the candidates that the last `step` returned for it the forward verified; None: all.
+    `fixed_width`: the forward takes as long with fewer than `max_candidates`, so `step` returns all that it has.
     """
 
     sequence_id: int
@@ -38,11 +39,12 @@ class SequenceStep:
     generated_token_count: int = 0
     max_candidates: int | None = None
     verified_count: int | None = None
+    fixed_width: bool = False
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """Ids that continue a sequence, and the source of each. All of them are worth verifying in one forward."""
+    """Ids that continue a sequence, and the source of each, for one forward."""
 
     token_ids: tuple[int, ...]
     sources: tuple[str, ...]
@@ -79,14 +81,16 @@ class Answer:
         sources = tuple(run.source for run in one.runs for _ in range(run.token_count))
         return cls(step, one.base_token_count, ids, sources, max(one.width, 1))
 
-    def after(self, token_ids: Sequence[int], limit: int | None) -> Candidates | None:
-        """Returns at most `limit` candidates that continue the sequence; None if none do."""
+    def after(self, one: SequenceStep) -> Candidates | None:
+        """Returns the candidates that continue the sequence, for one forward; None if there are none."""
+        token_ids, limit = one.token_ids, one.max_candidates
         done = len(token_ids) - self.base
         if not 0 <= done < len(self.token_ids):
             return None
         if any(int(token_ids[self.base + place]) != self.token_ids[place] for place in range(done)):
             return None
-        count = self.width if limit is None else min(self.width, limit)
+        count = len(self.token_ids) if one.fixed_width else self.width
+        count = count if limit is None else min(count, limit)
         chosen = slice(done, done + count)
         return Candidates(self.token_ids[chosen], self.sources[chosen]) if count else None
 

@@ -251,7 +251,7 @@ class CandidateClient:
             answer = stream.answers.get(one.sequence_id)
             if answer is None or self._stream is not stream:
                 continue
-            if (chosen := answer.after(one.token_ids, one.max_candidates)) is None:
+            if (chosen := answer.after(one)) is None:
                 continue
             found[one.sequence_id] = chosen
             count = len(chosen.token_ids)

@@ -35,7 +35,10 @@ def test_sends_what_is_new_and_returns_the_width(connected: CandidateClient, bri
     assert ask(connected, [1, 2, 3, 4, 5, 6, 7], verified_count=1) == (8, 9)
     assert ask(connected, [1, 2, 9], kept_token_count=2) == (10, 11)
     assert ask(connected, [1, 2, 9, 20], max_candidates=1) == (21,)
-    first, second, third, fourth, _ = bridge.steps
+    assert ask(connected, [1, 2, 9, 20], fixed_width=True) == (21, 22, 23, 24)
+    assert ask(connected, [1, 2, 9, 20, 21], fixed_width=True, max_candidates=3) == (22, 23, 24)
+    first, second, third, fourth, *_, last = bridge.steps
+    assert last.sequences[0].candidate_count == 4
     assert (first.sequences[0].kept_token_count, first.sequences[0].generated_token_count) == (0, 1)
     one = second.sequences[0]
     assert (one.kept_token_count, one.token_ids[:]) == (3, [4, 5, 6])
