@@ -1,14 +1,20 @@
 """Tests what guests get that run several sequences in a forward: how many candidates, and for which sequences."""
 
 import asyncio
+import resource
+import sys
+import time
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from bridge.guest_sequence import GuestSequence
-from bridge.guest_step import Answer, SequenceUpdate
+from bridge.guest_step import Answer, SequenceUpdate, StepUpdate
 from bridge.planning.batch import BatchCosts
 from bridge.sources.source import Offer, Outcome
+from tests.support.memory import in_own_process
 from tests.support.reciting import IDS, MS, guest_of, opened, stepped
 
 
@@ -134,3 +140,85 @@ async def test_a_short_deadline_goes_to_good_offers_first_and_to_all_in_turn(mon
     counts = [looked.count(held.sequence) for held in guest.held.values() if held.sequence]
     assert len(looked) < 40 * 8, "the deadline was long enough for all"
     assert counts[0] >= 38 and min(counts) >= 5 and max(counts[1:]) < 20
+
+
+async def _last_widths(time_of: Callable[[int], float], **more: int) -> tuple[float, BatchCosts]:
+    """Returns the candidates of each of eight sequences in the last forwards, given a forward's time by all candidates.
+
+    `more`: of each step. All candidates are right.
+    """
+    costs, ids, updates = BatchCosts(), IDS * 20, list[SequenceUpdate]()
+    guest, ends, verified = guest_of(costs=costs), [150 + id_ for id_ in range(8)], list[int]()
+    await stepped(guest, 1, *(SequenceUpdate(id_, 0, tuple(ids[:end])) for id_, end in enumerate(ends)))
+    await asyncio.gather(*(opened(guest, id_) for id_ in range(8)))
+    widths = [0] * 8
+    for number in range(2, 100):
+        updates = []
+        for id_, width in enumerate(widths):
+            new = tuple(ids[ends[id_] : ends[id_] + width + 1])
+            updates.append(SequenceUpdate(id_, ends[id_], new, 0, None, number - 1 if width else 0, width))
+            ends[id_] += width + 1
+        engine_ns = int(time_of(sum(widths)))
+        answer = await guest.step(StepUpdate(number, tuple(updates), (), 10**9, engine_ns, **more))
+        await guest.settle()
+        widths = [next((one.width for one in answer.proposed if one.sequence_id == id_), 0) for id_ in range(8)]
+        verified.append(sum(widths))
+    guest.close()
+    return sum(verified[-40:]) / 40 / 8, costs
+
+
+def _steep(candidate_count: int) -> float:
+    return 2e7 * (1 + candidate_count / 8)
+
+
+async def test_the_times_of_shared_forwards_change_widths() -> None:
+    flat, _ = await _last_widths(lambda _: 2e7)
+    steep, costs = await _last_widths(_steep)
+    assert steep < 0.5 * flat and flat > 4
+    assert costs.of_all(np.array([32.0])) > 2 * costs.of_all(np.array([8.0]))
+
+
+async def test_the_time_of_a_forward_that_also_ran_a_prompt_changes_none() -> None:
+    widths, costs = await _last_widths(_steep, forward_token_count=1000)
+    steep, _ = await _last_widths(_steep)
+    assert widths > 2 * steep
+    assert costs.of_all(np.arange(1.0, 65.0)).tolist() == BatchCosts().of_all(np.arange(1.0, 65.0)).tolist()
+
+
+async def test_the_time_of_a_step_in_which_a_sequence_begins_changes_none() -> None:
+    """The engine has read its prompt."""
+    costs = BatchCosts()
+    guest = guest_of(costs=costs)
+    for number in range(1, 40):
+        known = [SequenceUpdate(id_, 20 + number - id_, (IDS[20 + number - id_],)) for id_ in range(1, number)]
+        new = SequenceUpdate(number, 0, tuple(IDS[:21]))
+        await stepped(guest, number, *known, new, engine_ns=20 * MS * number)
+        await opened(guest, number)
+    guest.close()
+    assert costs.of_all(np.arange(1.0, 65.0)).tolist() == BatchCosts().of_all(np.arange(1.0, 65.0)).tolist()
+
+
+async def _many(count: int) -> tuple[float, float]:
+    """Returns the bytes and the seconds of a step that a sequence takes, of `count` that share all forwards."""
+    guest, times = guest_of(), list[float]()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    await stepped(guest, 1, *(SequenceUpdate(id_, 0, (id_ % 300, *IDS[:63])) for id_ in range(count)))
+    await asyncio.gather(*(opened(guest, id_) for id_ in range(count)))
+    for number in range(5):
+        began = time.perf_counter()
+        updates = [SequenceUpdate(id_, 64 + number, (IDS[63 + number],)) for id_ in range(count)]
+        await stepped(guest, number + 2, *updates)
+        times.append(time.perf_counter() - began)
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    guest.close()
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * used / count, min(times) / count
+
+
+def _of_many(count: int) -> tuple[float, float]:
+    return asyncio.run(_many(count))
+
+
+def test_thousands_of_sequences_take_little_memory_and_time() -> None:
+    used_bytes, seconds = in_own_process(_of_many, 4000)
+    assert used_bytes < 32_000 and seconds < 0.0005
