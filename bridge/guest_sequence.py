@@ -180,7 +180,8 @@ class GuestSequence:
         rest = self._rest
         self._rest = rest.part(len(ids)) if rest.token_ids[: len(ids)] == result.token_ids else _NOTHING
         self._sources.observe(outcome)
-        self._observed = outcome, self._plan, self._speculation.offers if self._refreshed else ()
+        offers = self._speculation.offers if self._refreshed else [rest]
+        self._observed = outcome, self._plan, [offer for offer in offers if offer.token_ids]
         self._planned = self._refreshed = False
         return outcome
 

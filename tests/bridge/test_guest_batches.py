@@ -5,6 +5,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -169,6 +170,27 @@ async def _last_widths(time_of: Callable[[int], float], **more: int) -> tuple[fl
 
 def _steep(candidate_count: int) -> float:
     return 2e7 * (1 + candidate_count / 8)
+
+
+@pytest.mark.parametrize("right", [True, False])
+async def test_candidates_that_no_forward_verified_show_how_often_they_are_right(right: bool) -> None:
+    """Otherwise a guest whose candidates once seemed too unlikely would never learn that they are right."""
+    costs, ends = BatchCosts(), {id_: 150 + id_ for id_ in range(4)}
+    for number in range(200):  # candidates cost too much to verify any
+        costs.observe(4, 4 * (number % 4), 2e7 * (1 + 50.0 * (number % 4)))
+    guest, ids = guest_of(costs=costs), IDS * 3
+    await stepped(guest, 1, *(SequenceUpdate(id_, 0, tuple(ids[:end])) for id_, end in ends.items()))
+    sequences = [await opened(guest, id_) for id_ in ends]
+    chances = [sequences[0]._estimates.shared.chances["suffix"].of_group(group) for group in range(7)]
+    for number in range(20):
+        updates = [SequenceUpdate(id_, end + number, (ids[end + number],)) for id_, end in ends.items()]
+        if not right:
+            updates = [replace(one, token_ids=((one.token_ids[0] + 1 + number) % 90 + 5,)) for one in updates]
+        answer = await stepped(guest, number + 2, *updates)
+        assert not answer.proposed
+    found = [sequences[0]._estimates.shared.chances["suffix"].of_group(group) for group in range(7)]
+    guest.close()
+    assert found != chances and (sum(found) > sum(chances)) is right
 
 
 async def test_the_times_of_shared_forwards_change_widths() -> None:
