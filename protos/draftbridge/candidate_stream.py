@@ -107,7 +107,7 @@ class Patience:
         excess = self.missed_count - MAX_MISSED
         if excess >= 0:
             self._unwaited_count += 1
-            if self._unwaited_count < min(UNWAITED_STEPS << excess, _MAX_UNWAITED_STEPS):
+            if self._unwaited_count < min(UNWAITED_STEPS << min(excess, 8), _MAX_UNWAITED_STEPS):
                 return False
         self._unwaited_count = 0
         return True

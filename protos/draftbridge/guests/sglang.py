@@ -99,7 +99,7 @@ class Asker:
         self._texts: dict[str, _Text] = {}
         self._ended: list[int] = []
         self._returned_at = 0.0
-        self.read_prompt, self._asked = False, list[str]()
+        self.read_prompt, self._asked = False, set[str]()
         self._failed = False
         self._context_length = target_worker.model_runner.model_config.context_len
         self._client = None
@@ -131,7 +131,7 @@ class Asker:
     def _step(self, client: Client, requests: list[Any], added: list[list[int]]) -> list[list[int]]:
         began = time.monotonic()
         texts = [self._text(one, new) for one, new in zip(requests, added, strict=True)]
-        known = [one.rid for one in requests]
+        known = {one.rid for one in requests}
         # A forward runs the same number of tokens for each request, whatever is proposed. So its time shows what
         # candidates cost only if one request has it for itself. The bridge learns nothing of a forward that ran more
         # than 1.5 times the tokens that it knows of, and this is twice the most.
