@@ -11,8 +11,8 @@ and planning, and waiting for a draft. The first `--warm` steps of each number o
 
 With `--draft-tokenizer`, a draft service recites the text without computing, right with probability `--acceptance`;
 without it there is prompt lookup alone. "round trip": milliseconds that a proxy puts between engine and bridge; 0:
-without the proxy. "missed": answers that came after their deadline; after three in a row the client does not wait until
-an answer is in time. "speed": tokens per second relative to the engine alone.
+without the proxy. "missed": answers that came after their deadline; after three in a row the client waits only now and
+then until an answer is in time. "speed": tokens per second relative to the engine alone.
 """
 
 import argparse
@@ -38,13 +38,18 @@ _IDS = itertools.count(1)
 class _Sequence:
     """A part of the text that is recited token by token; right candidates are accepted."""
 
-    def __init__(self, id_: int, truth: list[int], prompt: int) -> None:
+    def __init__(self, id_: int, truth: list[int], prompt: int, max_candidates: int | None) -> None:
         self.id, self._truth, self._prompt = id_, truth, prompt
         self.ids = truth[:prompt]
-        self.accepted = 0
+        self.accepted, self._max_candidates = 0, max_candidates
 
     def step(self) -> SequenceStep:
-        return SequenceStep(self.id, self.ids, generated_token_count=len(self.ids) - self._prompt)
+        return SequenceStep(
+            self.id,
+            self.ids,
+            generated_token_count=len(self.ids) - self._prompt,
+            max_candidates=self._max_candidates,
+        )
 
     def forward(self, candidates: tuple[int, ...]) -> None:
         truth, count = self._truth, len(self.ids)
@@ -66,7 +71,7 @@ def measure(
     """Returns the times of steps with `count` sequences, in milliseconds."""
     stride = max(len(truth) // count, 1)
     sequences = [
-        _Sequence(next(_IDS), truth[index * stride :] + truth[: index * stride], options.prompt)
+        _Sequence(next(_IDS), truth[index * stride :] + truth[: index * stride], options.prompt, options.max_candidates)
         for index in range(count)
     ]
     times, warm_late, warm_accepted = [], 0, 0
@@ -135,6 +140,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--forward-ms", type=float, default=20.0)
     parser.add_argument("--deadline-ms", type=float, nargs="+", default=[2.0])
+    parser.add_argument("--max-candidates", type=int, help="the most that a forward can verify; default: no limit")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.draft_tokenizer and options.sequences != [1]:

@@ -261,7 +261,7 @@ class Guest:
 
     async def _await_openings(self, named_count: int, deadline: int) -> None:
         """Waits for new sequences, so that they get candidates from their first step on, unless others would wait."""
-        opening = [held.opening for one, held in self._begun if held.opening and one.room != 0]
+        opening = [held.opening for one, held in self._begun if held.opening and one.max_candidate_count != 0]
         if len(opening) == named_count > 0 and (left := deadline - self._clock()) > 0:
             await asyncio.wait(opening, timeout=left / 1e9)
 
@@ -304,9 +304,9 @@ class Guest:
             self._on_held(one.id, len(sequence.tape.ids))
             if one.id not in self.held:
                 return None
-        sequence.limit_room(one.room)
+        sequence.limit(one.max_candidate_count)
         self._choosing.append(held)
-        return sequence if sequence.room else None
+        return sequence if sequence.max_width else None
 
     async def _choose_for_all(
         self, update: StepUpdate, named: Sequence[tuple[SequenceUpdate, Held]], answer: Answer, deadline: int

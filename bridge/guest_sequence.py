@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter_ns
@@ -10,7 +11,7 @@ from time import perf_counter_ns
 from bridge.errors import DraftBridgeError, InvalidRequest, PromptTooLong, UnusableModel
 from bridge.guest_step import Answer, Proposed
 from bridge.planning.estimates import RequestEstimates, TargetEstimates
-from bridge.planning.planner import Planner, SpeculationParameters
+from bridge.planning.planner import MAX_CANDIDATES, Planner, SpeculationParameters
 from bridge.planning.prediction import Plan, expected_count
 from bridge.ports import Pass
 from bridge.sources import open_sources
@@ -31,9 +32,8 @@ _log = logging.getLogger(__name__)
 
 # Answers whose candidates a forward may still have verified.
 _REMEMBERED_ANSWERS = 8
-# The most candidates of an answer; the bytes that are translated for one considered candidate, and for a sequence that
-# is alone in its forward.
-_MAX_ROOM, _BYTES_PER_CANDIDATE, _ALONE_BYTES = 64, 8, 160
+# The bytes that are translated for one considered candidate, and for a sequence that is alone in its forward.
+_BYTES_PER_CANDIDATE, _ALONE_BYTES = 8, 160
 # A sequence whose draft failed goes this number of forwards without one, twice as many each time, up to the second.
 _PAUSED_FORWARDS, _MAX_PAUSED_FORWARDS = 32, 4096
 # An answer has candidates for this many forwards, for an engine that receives it late.
@@ -65,13 +65,14 @@ def _render(model: Model, ids: Sequence[int], source: Model) -> Rendering:
 class GuestSequence:
     """Follows one sequence of an engine, and proposes what continues it. A draft may join it later.
 
-    `room`: how many candidates the engine can verify. To create a sequence takes time, because its prompt is indexed.
+    `max_width`: the most candidates that its next forward can verify. To create a sequence takes time, because its
+    prompt is indexed.
     """
 
     def __init__(self, shared: GuestOpening, ids: Sequence[int], generated_token_count: int) -> None:
         model, split = shared.model, len(ids) - generated_token_count
         self.tape = Tape(model.vocabulary, ids[:split])
-        self._model, self.room = model, _MAX_ROOM
+        self._model = model
         self._opening = Opening(
             self.tape,
             partial(_render, ids=ids[:split], source=model),
@@ -91,6 +92,7 @@ class GuestSequence:
         planner = Planner(parameters, self._estimates)
         planner.max_wait_ns = 0.0
         self._speculation = Speculation(self._sources, planner, Statistics(), self.room)
+        self.limit(None)
         self._answers: dict[int, tuple[int, Offer]] = {}
         # Whether the engine may hold candidates of an earlier answer.
         self._offered = False
@@ -109,6 +111,11 @@ class GuestSequence:
     def statistics(self) -> Statistics:
         """Returns what its forwards have counted."""
         return self._speculation.statistics
+
+    @property
+    def room(self) -> int:
+        """Returns how many more tokens its context has place for, besides the one that each forward chooses itself."""
+        return max(self._model.context_length - len(self.tape.ids) - 1, 0)
 
     @property
     def has_draft(self) -> bool:
@@ -145,10 +152,12 @@ class GuestSequence:
             _log.info("a sequence of an engine goes without its draft: %s", error.reason)
             return None
 
-    def limit_room(self, room: int | None) -> None:
-        """Sets how many candidates the engine can verify; the context must have place for them."""
-        left = self._model.context_length - len(self.tape.ids) - 1
-        self.room = max(min(_MAX_ROOM if room is None else room, left, _MAX_ROOM), 0)
+    def limit(self, max_candidate_count: int | None) -> None:
+        """Sets how many candidates the next forward can verify: the engine's own limit, if any, and the context's."""
+        asked = MAX_CANDIDATES if max_candidate_count is None else max_candidate_count
+        self.max_width = min(asked, self.room, MAX_CANDIDATES)
+        # A forward that verifies nothing, because it reads a prompt, does not limit later ones.
+        self._speculation.planner.max_candidate_count = self.max_width or MAX_CANDIDATES
 
     def commit(self, ids: Sequence[int], step: int, count: int, engine_ns: int | None) -> Outcome:
         """Appends tokens that the engine produced in a forward with the first `count` candidates of answer `step`.
@@ -171,7 +180,8 @@ class GuestSequence:
         rest = self._rest
         self._rest = rest.part(len(ids)) if rest.token_ids[: len(ids)] == result.token_ids else _NOTHING
         self._sources.observe(outcome)
-        self._observed = outcome, self._plan, self._speculation.offers if self._refreshed else ()
+        offers = self._speculation.offers if self._refreshed else [rest]
+        self._observed = outcome, self._plan, [offer for offer in offers if offer.token_ids]
         self._planned = self._refreshed = False
         return outcome
 
@@ -209,23 +219,23 @@ class GuestSequence:
             choice = speculation.choose()
             until = min(deadline_ns, now + int(speculation.plan.patience_ns))
             while choice.awaited and not choice.width and (left := until - clock()) > 0:
-                try:
+                with suppress(TimeoutError):
                     async with asyncio.timeout(left / 1e9):
                         await self._news.wait()
-                except TimeoutError:
-                    self._timed_out = speculation.plan.pace.turns
                 self._refresh()
                 choice = speculation.choose()
+            # The draft has not answered in time, which does not mean that it had nothing to propose.
+            self._timed_out = speculation.plan.pace.turns and choice.awaited
             self._waited_ns = clock() - now
         self._plan = speculation.plan
-        return choice.offer, min(choice.width, self.room)
+        return choice.offer, min(choice.width, self.max_width)
 
     def best_offer(self, considered: int) -> tuple[Offer, list[float]]:
         """Returns the best offer for a shared forward, and the chances of its first candidates.
 
         It is that with the most right candidates, as expected.
         """
-        limit = min(considered, self.room)
+        limit = min(considered, self.max_width)
         if self.has_draft or len(self._rest.token_ids) < limit:
             offers = self._sources.offers(_BYTES_PER_CANDIDATE * considered)
         else:
@@ -256,7 +266,7 @@ class GuestSequence:
                 self._estimates.observe_trial(self._plan.source)
             if not self._refreshed:
                 self._refresh()
-            await speculation.replan(max(self.room, 1))
+            await speculation.replan(self.room)
             if not alone:
                 self._plan = speculation.plan
 

@@ -7,13 +7,13 @@ from bridge.sources.source import Offer
 
 @dataclass(frozen=True)
 class SequenceUpdate:
-    """What one sequence has gained; see `ProposeSequence` in the contract. `room`: the most candidates, or None."""
+    """What one sequence has gained; see `ProposeSequence` in the contract."""
 
     id: int
     kept_token_count: int
     token_ids: tuple[int, ...]
     generated_token_count: int = 0
-    room: int | None = None
+    max_candidate_count: int | None = None
     candidate_step: int = 0
     candidate_count: int = 0
 

@@ -92,13 +92,14 @@ class Planner:
     """Plans the passes of one request, from its `estimates`, which it does not change.
 
     `max_wait_ns`: set for a target that asks for candidates after each pass, and waits no longer than this for them.
+    `max_candidate_count`: the most that one of its passes can verify, at least 1.
     `is_shared`: set while its passes run other sequences, too; then only the draft is planned for, and
     `planning.batch` chooses the candidates.
     """
 
     def __init__(self, parameters: SpeculationParameters, estimates: RequestEstimates) -> None:
         self.mode = parameters.mode
-        self.max_wait_ns, self.is_shared = inf, False
+        self.max_wait_ns, self.max_candidate_count, self.is_shared = inf, MAX_CANDIDATES, False
         self._number = parameters.num_assistant_tokens
         self.estimates = estimates
 
@@ -198,7 +199,7 @@ class Planner:
             (chance,) = estimates.chances_of(offer, 1)
             if idle[offer.sources[0]] >= _IDLE_SOURCE_PASSES * load and chance >= _PROMISING:
                 # The number of candidates that are all right with a chance of one half.
-                width = min(max(int(log(0.5) / log(chance)), 1), MAX_CANDIDATES)
+                width = min(max(int(log(0.5) / log(chance)), 1), self.max_candidate_count)
                 return replace(self._at_hand(offer, width, costs, 0.0), is_trial=True, trial_width=width)
         ways = [alone, *(self._at_hand(*one, costs, alone.patience_ns) for one in self._widths(at_hand, costs))]
         drafts = []
@@ -256,9 +257,7 @@ class Planner:
         patience_ns = _PATIENCE_FACTOR * (best.waited_ns + draft.prompt_ns) + _MIN_PATIENCE_NS
         # The draft reads its prompt once for all passes; on other hardware, it does so while the target reads its own.
         if self.estimates.pass_count or self._slowdown > _FREE_SLOWDOWN:
-            left = self.estimates.shared.text_tokens.value
-            if self.max_wait_ns == inf:  # otherwise the room is that of one forward
-                left = min(left, room)
+            left = min(self.estimates.shared.text_tokens.value, room)
             best = replace(best, ns=best.ns + draft.prompt_ns / max(left / best.tokens, 1.0))
         pace = DraftPace(lead, turns=True, min_probability=least)
         return Plan(f"{DRAFT} {_TURNS}", best, pace, patience_ns, source=DRAFT)
@@ -325,7 +324,8 @@ class Planner:
         """Returns the cost of passes for all running requests, each of which waits for this request's candidates."""
         forward, shared = self.estimates.forward, self.estimates.shared
         single_ns = forward.single_ns or _PRIOR_PASS_NS
-        return TargetCosts(single_ns, forward.widths.table, shared.costs.candidate_delay.value, shared.load)
+        ratios = forward.widths.table[: self.max_candidate_count + 1]
+        return TargetCosts(single_ns, ratios, shared.costs.candidate_delay.value, shared.load)
 
     def _draft_costs(self, state: DraftState) -> DraftCosts:
         draft, estimates = self.estimates.draft, self.estimates

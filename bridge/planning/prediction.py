@@ -81,7 +81,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class TargetCosts:
-    """The cost of passes: `single_ns` with one token, `ratios[i]` times that with `i + 1` tokens.
+    """The cost of passes: `single_ns` with one token, `ratios[i]` times that with `i + 1` tokens, the last at most.
 
     `load`: the number of sequences that share a pass, each of which waits for the candidates of all.
     `candidate_delay_ns`: from a pass to the next candidates.
@@ -95,6 +95,10 @@ class TargetCosts:
     def of(self, width: int) -> float:
         """Returns the nanoseconds of a pass of `width` tokens."""
         return self.single_ns * (1.0 + self.load * (self.ratios[min(width, len(self.ratios)) - 1] - 1.0))
+
+    @property
+    def max_candidate_count(self) -> int:
+        return len(self.ratios) - 1
 
     def slowed(self, factor: float) -> "TargetCosts":
         """Returns the costs while a pass takes `factor` times as long."""
@@ -164,7 +168,7 @@ def best_width(chances: Iterable[float], costs: TargetCosts) -> int:
 
     Asks for no more chances than may matter, because each takes processor time.
     """
-    most = len(costs.ratios) - 1
+    most = costs.max_candidate_count
     best, found, tokens = plain(costs).tokens_per_ns, 0, 1.0
     for count, survival in enumerate(accumulate(islice(chances, most), mul), start=1):
         tokens, ns = tokens + survival, costs.of(count + 1)
@@ -183,7 +187,7 @@ def _restart_ns(costs: TargetCosts, draft: DraftCosts) -> float:
 def in_turns(costs: TargetCosts, draft: DraftCosts, token_count: int) -> Prediction:
     """Predicts a pass that waits until the draft has proposed `token_count` tokens, or has ended its turn early."""
     restart_ns, length = _restart_ns(costs, draft), draft.turn_length(token_count)
-    tokens = draft.expected_in_turn(draft.candidate_count(token_count))
+    tokens = draft.expected_in_turn(min(draft.candidate_count(token_count), costs.max_candidate_count))
     ns = restart_ns + (length - 1) * draft.token_ns + costs.of(draft.candidate_count(length) + 1)
     return Prediction(tokens, ns, restart_ns + (token_count - 1) * draft.token_ns)
 
@@ -230,14 +234,14 @@ def ahead(costs: TargetCosts, draft: DraftCosts, lead: int, *, waits: bool = Fal
     """
     slow = costs.slowed(draft.slowdown)
     rate = draft.target_tokens / draft.ahead_ns
-    most = draft.candidate_count(lead)
+    most = min(draft.candidate_count(lead), costs.max_candidate_count)
     gained = slow.of(1) * rate - 1.0  # candidates that the draft gains on the target in a pass of one token
     if gained <= 0.0:
         return plain(slow)
     until_first_ns = _restart_ns(costs, draft) - draft.token_ns
     waited_ns = until_first_ns + draft.ahead_ns if waits else 0.0
     blind = 1 if waits else max(ceil((1.0 + until_first_ns * rate) / gained), 1)
-    restart = draft.candidate_count(1) if waits else 0
+    restart = min(draft.candidate_count(1), most) if waits else 0
     restart_ns = waited_ns + blind * slow.of(1 + restart)
     catch_up = int(min(max((restart_ns - until_first_ns) * rate - blind - restart, 0.0), most))
     steady = catch_up

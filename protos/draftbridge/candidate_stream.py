@@ -14,6 +14,11 @@ CLOSED = object()
 _MAX_STEP_TOKENS = 1 << 20
 # The new tokens of a sequence that take no time worth counting.
 _MAX_SHORT_TOKENS = 64
+# After this many missed deadlines in a row, steps do not wait until an answer arrives in time. But answers may be late
+# only because the engine computes meanwhile. So after this number of steps one waits again, then after twice as many,
+# up to the second number.
+MAX_MISSED = 3
+UNWAITED_STEPS, _MAX_UNWAITED_STEPS = 16, 256
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,7 @@ class SequenceStep:
     the sequence has only grown. `generated_token_count`: how many at the end are not of the prompt, when it starts.
     `max_candidates`: the most that the engine can verify now; None for the bridge's choice, 0 for none.
     `verified_count`: how many of the candidates that the last `step` returned for it the forward verified; None: all.
+    `fixed_width`: the forward takes as long with fewer than `max_candidates`, so `step` returns all that it has.
     """
 
     sequence_id: int
@@ -33,11 +39,12 @@ class SequenceStep:
     generated_token_count: int = 0
     max_candidates: int | None = None
     verified_count: int | None = None
+    fixed_width: bool = False
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """Ids that continue a sequence, and the source of each. All of them are worth verifying in one forward."""
+    """Ids that continue a sequence, and the source of each, for one forward."""
 
     token_ids: tuple[int, ...]
     sources: tuple[str, ...]
@@ -74,16 +81,40 @@ class Answer:
         sources = tuple(run.source for run in one.runs for _ in range(run.token_count))
         return cls(step, one.base_token_count, ids, sources, max(one.width, 1))
 
-    def after(self, token_ids: Sequence[int], limit: int | None) -> Candidates | None:
-        """Returns at most `limit` candidates that continue the sequence; None if none do."""
+    def after(self, one: SequenceStep) -> Candidates | None:
+        """Returns the candidates that continue the sequence, for one forward; None if there are none."""
+        token_ids, limit = one.token_ids, one.max_candidates
         done = len(token_ids) - self.base
         if not 0 <= done < len(self.token_ids):
             return None
         if any(int(token_ids[self.base + place]) != self.token_ids[place] for place in range(done)):
             return None
-        count = self.width if limit is None else min(self.width, limit)
+        count = len(self.token_ids) if one.fixed_width else self.width
+        count = count if limit is None else min(count, limit)
         chosen = slice(done, done + count)
         return Candidates(self.token_ids[chosen], self.sources[chosen]) if count else None
+
+
+@dataclass
+class Patience:
+    """Decides which steps wait for their answers, by the deadlines that were missed in a row."""
+
+    missed_count: int = 0
+    _unwaited_count: int = 0
+
+    def waits(self) -> bool:
+        """Returns whether the present step waits."""
+        excess = self.missed_count - MAX_MISSED
+        if excess >= 0:
+            self._unwaited_count += 1
+            if self._unwaited_count < min(UNWAITED_STEPS << min(excess, 8), _MAX_UNWAITED_STEPS):
+                return False
+        self._unwaited_count = 0
+        return True
+
+    def note(self, *, in_time: bool) -> None:
+        """Records an answer that arrived in time, or a wait in vain."""
+        self.missed_count = 0 if in_time else self.missed_count + 1
 
 
 @dataclass

@@ -11,7 +11,8 @@ never notices a bridge that is slow, hung or gone, except that it gets no candid
 
 * `step` never raises, and blocks no longer than its deadline, unless a long sequence begins: its tokens are converted
   first, 128,000 of them in 17 to 51 ms. Of several such sequences, those for which the deadline is too short begin with
-  later steps. A bridge that has missed a few deadlines in a row is not waited for until it answers in time again.
+  later steps. A bridge that has missed a few deadlines in a row is waited for only now and then, until it answers in
+  time again.
 * An answer that arrives too late is used by a later `step`, as far as the tokens since then agree with it.
 * A lost connection is opened again, with growing pauses. The sequences are then sent from the beginning, so an adapter
   keeps no record of what the bridge knows.
@@ -43,6 +44,7 @@ from draftbridge.candidate_stream import (
     CandidateCounts,
     Candidates,
     EngineStream,
+    Patience,
     SequenceStep,
 )
 from draftbridge.errors import CallError
@@ -61,8 +63,6 @@ _PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.1, 5.0
 # The same after a refusal, which may last, such as an unusable tokenizer.
 _MAX_REFUSED_PAUSE_SECONDS = 30.0
 _CHUNK_BYTES = 1 << 18
-# After this many missed deadlines in a row, `step` does not wait until an answer arrives in time.
-_MAX_MISSED = 3
 # Steps without an answer after which no more are sent, and the seconds after which the connection counts as hung.
 _MAX_UNANSWERED, _HUNG_SECONDS = 64, 10.0
 # The part of a deadline in which long sequences begin to be converted. The rest waits for later steps.
@@ -123,7 +123,8 @@ class CandidateClient:
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
         self._logged: set[str] = set()
-        self._missed, self._overhead_seconds, self._returned_at = 0, 0.001, 0.0
+        self._patience = Patience()
+        self._overhead_seconds, self._returned_at = 0.001, 0.0
 
     def connect(self, timeout: float) -> bool:
         """Starts to connect, and returns whether the bridge has accepted the engine within `timeout` seconds."""
@@ -234,13 +235,13 @@ class CandidateClient:
             request.deadline_us = max(int(usable * 1e6), 0)
             stream.sent[request.step] = now, deadline
             stream.outbox.put(candidate_pb2.ProposeRequest(step=request))
-            if self._missed < _MAX_MISSED and any(one.max_candidates != 0 for one in sequences):
+            if any(one.max_candidates != 0 for one in sequences):
                 left = started + deadline - time.monotonic()
-                if left > 0:
+                if left > 0 and self._patience.waits():
                     self._changed.wait_for(
                         lambda: stream.answered_step >= request.step or self._stream is not stream, left
                     )
-                    self._missed = 0 if stream.answered_step >= request.step else self._missed + 1
+                    self._patience.note(in_time=stream.answered_step >= request.step)
             return self._found(stream, sequences)
 
     def _found(self, stream: EngineStream, sequences: Sequence[SequenceStep]) -> dict[int, Candidates]:
@@ -250,7 +251,7 @@ class CandidateClient:
             answer = stream.answers.get(one.sequence_id)
             if answer is None or self._stream is not stream:
                 continue
-            if (chosen := answer.after(one.token_ids, one.max_candidates)) is None:
+            if (chosen := answer.after(one)) is None:
                 continue
             found[one.sequence_id] = chosen
             count = len(chosen.token_ids)
@@ -341,7 +342,7 @@ class CandidateClient:
         self._log_once(f"candidates from {self._address}, with {draft}", level=logging.INFO)
         with self._changed:
             stream.opened, stream.max_sequence_count = True, opened.max_sequence_count
-            self._missed = 0
+            self._patience.note(in_time=True)
             self.counts.connection_count += 1
             self._changed.notify_all()
 
@@ -354,7 +355,7 @@ class CandidateClient:
                 overhead = min(overhead, _MAX_DELAY_RATIO * max(self._overhead_seconds, _MIN_OVERHEAD_SECONDS))
                 self._overhead_seconds += _FRESH * (overhead - self._overhead_seconds)
                 if now - sent <= deadline:
-                    self._missed = 0
+                    self._patience.note(in_time=True)
                 elif deadline:
                     self.counts.late_count += 1
             for number in [number for number in stream.sent if number <= message.step]:

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -189,7 +189,8 @@ class LocalCandidates:
         asked = time.monotonic()
         work = self._answer(guest, update, settles=not later)
         waits = self._begins or guest.opening
-        found = self._candidates(self._run(work) if waits else _result(work))
+        limits = {one.sequence_id: one.max_candidates for one in sequences if one.fixed_width}
+        found = self._candidates(self._run(work) if waits else _result(work), limits)
         if not self._begins:
             overhead = time.monotonic() - asked - guest.elapsed_ns / 1e9
             limit = _MAX_DELAY_RATIO * max(self._overhead_seconds, _MIN_OVERHEAD_SECONDS)
@@ -300,7 +301,8 @@ class LocalCandidates:
             return self._loop.run_until_complete(work)
         return self._beside.submit(self._loop.run_until_complete, work).result()
 
-    def _candidates(self, answer: Answer) -> dict[int, Candidates]:
+    def _candidates(self, answer: Answer, limits: Mapping[int, int | None]) -> dict[int, Candidates]:
+        """Returns the candidates of an answer for one forward. `limits`: those of sequences with a fixed width."""
         if answer.note and not self._noted:
             self._noted = True
             _log.warning("no candidates for some sequences: %s", answer.note)
@@ -308,8 +310,9 @@ class LocalCandidates:
             self._forget(id_)
         found = {}
         for one in answer.proposed:
-            ids = one.offer.token_ids[: one.width]
-            found[one.sequence_id] = Candidates(ids, one.offer.sources[: one.width])
+            count = limits.get(one.sequence_id, one.width)
+            ids = one.offer.token_ids[:count]
+            found[one.sequence_id] = Candidates(ids, one.offer.sources[:count])
             self._returned[one.sequence_id] = answer.number, len(ids)
             self.counts.candidate_count += len(ids)
         self.counts.answer_count += 1

@@ -91,7 +91,7 @@ def test_answers_that_come_between_two_steps_are_late_ones() -> None:
             self.counts.late_count += bool(sequences)  # as when the answer arrives after it
             return {}
 
-    options = argparse.Namespace(prompt=4, warm=3, steps=6, forward_ms=0.0)
+    options = argparse.Namespace(prompt=4, warm=3, steps=6, forward_ms=0.0, max_candidates=None)
     found = guest_steps.measure(Late(), list(range(40)), 1, 2.0, options)  # type: ignore[arg-type]
     assert found["missed"] == 1.0
 
@@ -101,9 +101,10 @@ def test_the_speed_counts_what_only_some_of_the_sequences_gained() -> None:
         counts = CandidateCounts()
 
         def step(self, sequences: list[SequenceStep], *, ended: Sequence[int] = (), deadline: float) -> dict:
+            assert all(one.max_candidates == 3 for one in sequences)
             return {one.sequence_id: SimpleNamespace(token_ids=(len(one.token_ids),)) for one in sequences[:1]}
 
-    options = argparse.Namespace(prompt=4, warm=0, steps=5, forward_ms=2.0)
+    options = argparse.Namespace(prompt=4, warm=0, steps=5, forward_ms=2.0, max_candidates=3)
     found = guest_steps.measure(OfTheFirst(), list(range(400)), 2, 2.0, options)  # type: ignore[arg-type]
     assert found["accepted per forward"] == 0.5
     assert found["speed"] == pytest.approx(1.5, rel=0.05)

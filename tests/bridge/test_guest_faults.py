@@ -23,7 +23,7 @@ from bridge.text.vocabulary import Rendering
 from services.errors import SandboxBusy
 from tests.support import tiny
 from tests.support.memory import in_own_process
-from tests.support.reciting import FRESH, IDS, MODEL, TEXT, Reciting, guest_of, joined, opened, recited, stepped
+from tests.support.reciting import FRESH, IDS, MODEL, MS, TEXT, Reciting, guest_of, joined, opened, recited, stepped
 
 
 class Failing(Reciting):
@@ -75,6 +75,37 @@ async def test_an_answer_that_comes_while_the_draft_is_asked_is_used_at_once() -
     guest.close()
     assert accepted["draft"] >= 20
     assert forwards <= 12
+
+
+async def test_a_wait_whose_time_was_used_up_before_it_began_was_in_vain() -> None:
+    """It does not show that the draft had nothing to propose."""
+
+    class Slow(Reciting):
+        async def sync(self, sync: Sync) -> None:
+            await super().sync(sync)
+            await asyncio.sleep(seconds)
+
+    shared, seconds = GuestOpening(MODEL, TargetEstimates([(1, 20 * MS), (9, 22 * MS)])), 0.0
+
+    async def open_(ids: Sequence[int], generated: int) -> GuestSequence:
+        return GuestSequence(shared, ids, generated)
+
+    def find_draft(held: Held, is_new: bool) -> Draft | None:
+        model = tiny.model("byte_level")
+        return Draft(model, Slow(FRESH, hangs=True), times)
+
+    times = shared.estimates.draft(tiny.model("byte_level").name, [(1, MS), (17, 2 * MS)], competes=True)
+    guest, ids = Guest(MODEL, open_, BatchCosts(), find_draft=find_draft), list(MODEL.vocabulary.pieces(FRESH).ids)
+    await stepped(guest, 1, SequenceUpdate(1, 0, tuple(ids[:3])))
+    sequence = await opened(guest, 1)
+    await joined(guest, 1)
+    seconds = 0.1
+    answer = await stepped(guest, 2, SequenceUpdate(1, 3, (ids[3],)), deadline_ns=50 * MS)
+    assert sequence._speculation.plan.pace.turns and not answer.proposed
+    known = times.positions.of_group(0)
+    await stepped(guest, 3, SequenceUpdate(1, 4, (ids[4],)))
+    assert times.positions.of_group(0) == known
+    guest.close()
 
 
 async def test_a_draft_whose_context_is_shorter_than_the_prompt_is_not_tried_again_soon() -> None:
@@ -267,9 +298,9 @@ async def test_what_a_sequence_holds_is_reported_until_it_cannot_be_followed() -
     guest.close()
 
 
-@pytest.mark.parametrize(("free", "asked", "room"), [(100, None, 64), (100, 5, 5), (9, None, 8), (9, 5, 5), (0, 5, 0)])
-def test_candidates_have_room_in_the_context(free: int, asked: int | None, room: int) -> None:
+@pytest.mark.parametrize(("free", "asked", "most"), [(100, None, 24), (100, 5, 5), (9, None, 8), (9, 5, 5), (0, 5, 0)])
+def test_candidates_have_room_in_the_context(free: int, asked: int | None, most: int) -> None:
     """The forward's own token needs a place, too."""
     sequence = GuestSequence(GuestOpening(MODEL, TargetEstimates()), [70] * (MODEL.context_length - free), 0)
-    sequence.limit_room(asked)
-    assert sequence.room == room
+    sequence.limit(asked)
+    assert sequence.max_width == most

@@ -296,7 +296,21 @@ def test_to_read_the_prompt_does_not_keep_a_draft_from_being_used() -> None:
     assert planner.plan((), state, 500).name == "plain"
     for _ in range(50):
         shared.observe_text(300)
-    assert planner.plan((), state, 8).pace.turns, "an engine's room is that of one forward"
+    planner.max_candidate_count = 3
+    assert planner.plan((), state, 500).pace.turns, "the maximum of a pass is not that of the text"
+    assert not planner.plan((), state, 3).pace.turns
+
+
+@pytest.mark.parametrize("most", [1, 3, 24])
+def test_no_plan_has_more_candidates_than_a_pass_can_verify(most: int) -> None:
+    shared = TargetEstimates(measured(FLAT))
+    planner = Planner(SpeculationParameters(), estimates_of(shared, shared.draft("draft", [(1, MS)])))
+    planner.max_wait_ns, planner.max_candidate_count = 1e12, most
+    costs, draft = planner._target_costs(), _draft_costs(0.95, 1.0)
+    assert ahead(costs, draft, 16).tokens <= most + 1 and ahead(costs, draft, 16, waits=True).tokens <= most + 1
+    assert in_turns(costs, draft, 16).tokens <= most + 1
+    offer = Offer((5,) * 30, ("draft",) * 30, (0.99,) * 30)
+    assert planner.choose([offer], Plan("draft", Prediction(1.0, 1.0)))[1] <= most
 
 
 def test_the_time_to_read_a_prompt_is_measured() -> None:

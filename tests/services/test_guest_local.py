@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -65,6 +66,14 @@ def test_an_engine_may_learn_from_its_outputs() -> None:
         learner.close()
     assert forwards_taken[0] == [90, 90]
     assert forwards_taken[1][1] < 45
+
+
+def test_a_forward_of_fixed_width_takes_what_is_there(guest: LocalCandidates) -> None:
+    def proposed(ids: list[int], **more: Any) -> int:
+        return len(guest.step([SequenceStep(1, ids, **more)], deadline=10.0, engine_seconds=0.01)[1].token_ids)
+
+    assert proposed(IDS[:150]) < proposed(IDS[:151], fixed_width=True)
+    assert proposed(IDS[:152], fixed_width=True, max_candidates=3) == 3
 
 
 def test_an_engine_with_an_event_loop_of_its_own(guest: LocalCandidates) -> None:

@@ -92,6 +92,16 @@ def test_steps_that_the_engine_skipped_are_caught_up() -> None:
     assert not rows.follow([1], [16], tokens)[0].read_prompt
 
 
+def test_a_row_that_moved_while_the_engine_skipped_steps_is_found() -> None:
+    rows, tokens = Rows(missed_tokens=24), np.arange(3 * WIDTH, dtype=np.int32).reshape(3, WIDTH)
+    _, second, third = (one.id for one in rows.follow([1, 1, 1], [60, 10, 20], tokens))
+    moved = tokens[[2, 1]]
+    assert [one.id for one in rows.follow([1, 1], [45, 35], moved)] == [third, second]
+    rows.follow([1], [46], moved)
+    assert rows.follow([1, 1], [47, 40], moved)[1].id != second, "it was away before: its text may have ended"
+    assert rows.follow([1, 1], [48 + 25, 41], moved)[0].id != third
+
+
 def test_a_sequence_that_no_row_has_ends_once() -> None:
     rows, tokens = Rows(), np.arange(2 * WIDTH, dtype=np.int32).reshape(2, WIDTH)
     first, second = (one.id for one in rows.follow([1, 1], [10, 10], tokens))

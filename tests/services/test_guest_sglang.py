@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import transformers
 
+from bridge.guest import _PROMPT_FACTOR
 from draftbridge.guests import sglang as adapter
 from tests.support.scripted_bridge import VOCABULARY, ScriptedBridge, closed_clients, continued, served
 from tests.support.tiny import tokenizer_json
@@ -71,6 +72,14 @@ class NgramWorker:
         self.server_args, self.target_worker, self.draft_token_num = server_args, target_worker, WIDTH
         self.enable_overlap = server_args.overlap
         self.ngram_corpus: Any = object()
+        self.prepared: Any = None
+
+    def _prepare_for_speculative_decoding(self, batch: Any) -> None:
+        if batch.forward_mode.is_decode():
+            self.prepared = self._prepare_draft_tokens(batch)
+
+    def _prepare_draft_tokens(self, batch: Any) -> Any:
+        raise AssertionError("SGLang's own candidates")
 
 
 class Group(SimpleNamespace):
@@ -137,7 +146,13 @@ def batch(requests: list[SimpleNamespace], added: list[list[int]], *, held: tupl
     padded = [token for ids in added for token in (*ids, *[0] * (WIDTH - len(ids)))]
     spec = SimpleNamespace(accept_tokens=np.array(padded), accept_lens=np.array([len(ids) for ids in added]))
     lengths = np.array(counts) - 1  # of the caches, which lack the last token
-    return SimpleNamespace(reqs=requests, spec_info=spec, seq_lens_cpu=lengths, grammar_needs_sync=lambda: False)
+    return SimpleNamespace(
+        reqs=requests,
+        spec_info=spec,
+        seq_lens_cpu=lengths,
+        grammar_needs_sync=lambda: False,
+        forward_mode=SimpleNamespace(is_decode=lambda: True),
+    )
 
 
 def test_the_algorithm_answers_as_ngram_but_has_its_own_worker(worker_class: type) -> None:
@@ -187,6 +202,25 @@ def test_trees_are_chains_of_the_bridges_candidates(
         worker._prepare_draft_tokens(batch(requests[1:], added[1:]))
         assert set(bridge.held) == {2}
     assert bridge.opening.model.engine == "sglang"
+
+
+def test_only_times_of_one_request_that_ran_alone_are_learned(
+    worker_class: type, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A forward of several costs the same with and without candidates. Others ran in between, or read a prompt."""
+    with connected(worker_class, arguments, monkeypatch) as (worker, bridge):
+        one, other = request("a", [5, 6, 7], []), request("b", [5, 9], [])
+        prompt = SimpleNamespace(forward_mode=SimpleNamespace(is_decode=lambda: False))
+        for requests in ([one], [one], [one, other], [one, other], [one], [one], [], [one], [other], [other]):
+            if requests:
+                worker._prepare_for_speculative_decoding(batch(requests, [[8]] * len(requests)))
+                assert worker.prepared[0].tolist()[:2] == [8, *continued([*requests[0].origin_input_ids, 8], 1)]
+            else:
+                worker._prepare_for_speculative_decoding(prompt)
+        run = [step.forward_token_count for step in bridge.steps]
+        rows = [len(step.sequences) for step in bridge.steps]
+    assert [bool(count) for count in run] == [True, False, True, True, True, False, True, True, False]
+    assert all(not count or count > _PROMPT_FACTOR * WIDTH * rows for count, rows in zip(run, rows, strict=True))
 
 
 def test_the_gpus_of_all_ranks_are_named(

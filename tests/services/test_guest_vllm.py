@@ -253,6 +253,18 @@ def test_a_short_follow_up_is_a_prompt_and_not_a_forward_that_verified_it(model:
     ]  # fmt: skip
 
 
+def test_rows_keep_their_sequences_while_vllm_asks_for_none(model: SimpleNamespace) -> None:
+    """Near the end of the context of one. When that has ended, the last row takes its place."""
+    bridge, texts = ScriptedBridge(wrong=0.0), [prompt + continued(prompt, WIDTH) for prompt in PROMPTS[1:4]]
+    tokens = np.array([text[:WIDTH] for text in texts], dtype=np.int32)
+    with served(bridge) as address:
+        proposer = connected(model, address, deadline_ms=10_000)
+        proposer.propose([[texts[0][87]], [texts[1][19]], [texts[2][39]]], np.array([88, 20, 40]), tokens)
+        found = proposer.propose([[texts[2][60]], [texts[1][43]]], np.array([61, 44]), tokens[[2, 1]])
+    assert found == [texts[2][61:65], texts[1][44:48]]
+    assert [(one.sequence_id, one.kept_token_count) for one in bridge.steps[-1].sequences] == [(3, 40), (2, 20)]
+
+
 def test_the_model_is_described(model: SimpleNamespace) -> None:
     bridge = ScriptedBridge()
     with served(bridge) as address:

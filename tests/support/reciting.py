@@ -28,8 +28,9 @@ class Reciting(QueuedDrafter):
         super().__init__()
         self._ids, self._hangs = list(tiny.vocabulary("byte_level").pieces(text).ids), hangs
         self._held: list[int] = []
-        # The text of its context after each sync.
+        # The text of its context after each sync, and how many tokens it may propose then.
         self.read: list[bytes] = []
+        self.credits: list[int] = []
         self.closed = False
 
     def close(self) -> None:
@@ -39,6 +40,7 @@ class Reciting(QueuedDrafter):
         del self._held[sync.keep_token_count :]
         self._held += sync.token_ids
         self.read.append(tiny.vocabulary("byte_level").spell(self._held))
+        self.credits.append(sync.credit)
         if not self._hangs:
             ids = tuple(self._ids[len(self._held) : len(self._held) + sync.credit])
             self._held += ids

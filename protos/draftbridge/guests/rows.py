@@ -14,7 +14,7 @@ from typing import Any
 # The number of tokens, up to the end of a known sequence, that are compared. Two sequences of the same length that
 # agree on all of these but not before are rare.
 _COMPARED_TOKENS = 4096
-# The most tokens that a row may gain without a report: the engine skipped steps, or a prompt continues an ended text.
+# The tokens that a row may always gain without a report: the engine skipped steps, or a prompt continues an ended text.
 _MISSED_TOKENS = 16
 # A sequence ends when no row had it for this many steps: until then, it may return from a preemption.
 _KEPT_STEPS = 32
@@ -59,10 +59,11 @@ class Rows:
     """Follows the rows of one engine. Tokens are rows of a 2-D array of ids, of which only the first ones count.
 
     `stages`: the stages of the engine's pipeline. As many batches take turns, and each has other sequences.
+    `missed_tokens`: the most that a row may gain in steps that the engine skips.
     """
 
-    def __init__(self, stages: int = 1) -> None:
-        self._stages = stages
+    def __init__(self, stages: int = 1, missed_tokens: int = 0) -> None:
+        self._stages, self._missed_tokens = stages, max(missed_tokens, _MISSED_TOKENS)
         self._numbers = itertools.count(1)
         self._step = 0
         self._rows: list[RowSequence] = []
@@ -107,24 +108,32 @@ class Rows:
         if place >= len(self._rows):
             return None
         old = self._rows[place]
-        return old if 0 <= before - old.count <= _MISSED_TOKENS and old.continues_in(row) else None
+        return old if 0 <= before - old.count <= self._missed_tokens and old.continues_in(row) else None
 
     def _find_elsewhere(
         self, found: list[RowSequence | None], gained: Sequence[int], counts: Sequence[int], tokens: Any
     ) -> None:
-        """Finds the sequences of rows that have not kept theirs."""
+        """Finds the sequences of rows that have not kept theirs.
+
+        One that had another row in the last step may have gained tokens without a report: the engine moves rows when a
+        request ends, also in the steps that it skips.
+        """
         taken = {id(one) for one in found if one}
         free: defaultdict[int, list[RowSequence]] = defaultdict(list)
         for one in self._known.values():
             if id(one) not in taken:
                 free[one.count].append(one)
-        for place, sequence in enumerate(found):
-            if sequence is None:
-                choices = free[counts[place] - gained[place]]
-                match = next((one for one in choices if one.continues_in(tokens[place])), None)
-                if match:
-                    choices.remove(match)
-                    found[place] = match
+        lost = [place for place, sequence in enumerate(found) if sequence is None]
+        for missed in range(self._missed_tokens + 1):
+            for place in lost:
+                choices = free.get(counts[place] - gained[place] - missed)
+                if found[place] or not choices:
+                    continue
+                for one in choices:
+                    if (not missed or self._step - one.last_step <= self._stages) and one.continues_in(tokens[place]):
+                        choices.remove(one)
+                        found[place] = one
+                        break
 
     def _start(self, row: Any, count: int, prompt_count: int) -> RowSequence:
         copy = row[: count + _SPARE_TOKENS].copy()

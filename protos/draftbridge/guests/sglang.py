@@ -52,6 +52,11 @@ def _worker_class() -> type:
             self.ngram_corpus = NoCorpus()
             self._asker = Asker(self.target_worker, self.server_args, self.draft_token_num)
 
+        def _prepare_for_speculative_decoding(self, batch: Any) -> None:
+            if not batch.forward_mode.is_decode():
+                self._asker.read_prompt = True
+            super()._prepare_for_speculative_decoding(batch)
+
         def _prepare_draft_tokens(self, batch: Any) -> tuple[Any, Any]:
             added: list[list[int]] = [[] for _ in batch.reqs]
             if self.enable_overlap and not batch.grammar_needs_sync():
@@ -80,7 +85,10 @@ class NoCorpus:
 
 
 class Asker:
-    """Asks the bridge for the requests of a batch. Under tensor parallelism one rank asks and broadcasts the answer."""
+    """Asks the bridge for the requests of a batch. Under tensor parallelism one rank asks and broadcasts the answer.
+
+    `read_prompt`: set if SGLang has read a prompt, or a part of one, since the bridge was asked last.
+    """
 
     def __init__(self, target_worker: Any, server_args: Any, width: int) -> None:
         self._log = log_like("sglang")
@@ -91,6 +99,7 @@ class Asker:
         self._texts: dict[str, _Text] = {}
         self._ended: list[int] = []
         self._returned_at = 0.0
+        self.read_prompt, self._asked = False, set[str]()
         self._failed = False
         self._context_length = target_worker.model_runner.model_config.context_len
         self._client = None
@@ -123,16 +132,35 @@ class Asker:
         began = time.monotonic()
         texts = [self._text(one, new) for one, new in zip(requests, added, strict=True)]
         known = {one.rid for one in requests}
+        # A forward runs the same number of tokens for each request, whatever is proposed. So its time shows what
+        # candidates cost only if one request has it for itself. The bridge learns nothing of a forward that ran more
+        # than 1.5 times the tokens that it knows of, and this is twice the most.
+        is_known = len(known) == 1 and known == self._asked and not self.read_prompt
+        token_count = 0 if is_known else 2 * (self._limit + 1) * len(known)
+        self._asked, self.read_prompt = known, False
         self._ended += [self._texts.pop(rid).number for rid in tuple(self._texts) if rid not in known]
         sequences = []
         for text in texts:
             room = self._context_length - len(text.ids) - 1
             limit = max(min(self._limit, room), 0)
-            generated = len(text.ids) - text.prompt_count
-            sequences.append(SequenceStep(text.number, text.ids, generated_token_count=generated, max_candidates=limit))
+            sequences.append(
+                SequenceStep(
+                    text.number,
+                    text.ids,
+                    generated_token_count=len(text.ids) - text.prompt_count,
+                    max_candidates=limit,
+                    fixed_width=True,
+                )
+            )
         ended, self._ended = self._ended, []
         engine_seconds = began - self._returned_at if self._returned_at else 0.0
-        found = client.step(sequences, ended=ended, deadline=self._deadline, engine_seconds=engine_seconds)
+        found = client.step(
+            sequences,
+            ended=ended,
+            deadline=self._deadline,
+            engine_seconds=engine_seconds,
+            forward_token_count=token_count,
+        )
         self._returned_at = time.monotonic()
         return [list(found[text.number].token_ids) if text.number in found else [] for text in texts]
 

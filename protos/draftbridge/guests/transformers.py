@@ -195,8 +195,10 @@ class _Generator:
         )
         engine_seconds = began - self._returned_at if self._returned_at else 0.0
         ids = self._assistance._step(step, engine_seconds, self._forward_count)
-        if ids is None:  # the next report is of this forward, too
-            self._forward_count += count if first else 1
+        if ids is None:
+            # The next report is of this forward, too. With this number of tokens, more than 1.5 times those that one
+            # forward ran, the bridge leaves it out where it learns what candidates cost.
+            self._forward_count = 2 * (self._forward_count + 1)
             return input_ids, None
         # Older versions of transformers do not end a text within the accepted tokens.
         end = next((place for place, id_ in enumerate(ids, 1) if id_ in self._ends), None)

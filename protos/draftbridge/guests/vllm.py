@@ -21,6 +21,10 @@ from draftbridge.guests.settings import GuestSettings
 from draftbridge.machine import compute_units
 from draftbridge.v1 import model_pb2
 
+# The tokens that a row may gain without a report, in times of `num_speculative_tokens`: vLLM asks for no candidates
+# while a row of its batch has less room than that in the context, which may be so for several rows in turn.
+_MISSED_FACTOR = 3
+
 
 class Proposer:
     """Proposes candidates for all rows of a worker's batch.
@@ -38,7 +42,7 @@ class Proposer:
         self._limit: int = speculative.num_speculative_tokens
         self._context_length: int = model.max_model_len
         self._deadline = settings.deadline_ms / 1000
-        self._rows = Rows(vllm_config.parallel_config.pipeline_parallel_size)
+        self._rows = Rows(vllm_config.parallel_config.pipeline_parallel_size, _MISSED_FACTOR * self._limit)
         self._returned_at = 0.0
         self._failed = False
         self._on_cpu = str(vllm_config.device_config.device_type) == "cpu"

@@ -368,7 +368,7 @@ class SequenceCandidates(_message.Message):
     """Number of tokens of the sequence that precede the first candidate."""
     width: _builtins.int
     """The number of candidates that is worth verifying in one forward; at least 1 if there are any. Further ones are for
-    an engine that receives this answer a few tokens late.
+    an engine that receives this answer a few tokens late, or whose forward takes as long with more.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

@@ -1,0 +1,82 @@
+"""For tests of the engine's side of CandidateService: a bridge that proposes numbers, and keeps what it received."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import grpc
+
+from draftbridge.candidates import CandidateClient, SequenceStep
+from draftbridge.v1 import candidate_pb2, candidate_pb2_grpc, model_pb2
+
+MODEL = model_pb2.Model(name="engine", context_length=64, vocabulary_size=1000)
+
+
+class Counting(candidate_pb2_grpc.CandidateServiceServicer):
+    """A bridge that proposes the next four numbers after a sequence's last token, and keeps what it received."""
+
+    def __init__(self) -> None:
+        self.openings: list[candidate_pb2.ProposeOpen] = []
+        self.steps: list[candidate_pb2.ProposeStep] = []
+        self.tokenizer = b""
+        self.wants_tokenizer = False
+        self.held: dict[int, list[int]] = {}
+        self.answering = threading.Event()
+        self.answering.set()
+        self.lost = threading.Event()
+
+    def Propose(  # noqa: N802
+        self, requests: Iterator[candidate_pb2.ProposeRequest], context: grpc.ServicerContext
+    ) -> Iterator[candidate_pb2.ProposeResponse]:
+        self.held.clear()
+        for request in requests:
+            match request.WhichOneof("kind"):
+                case "open":
+                    self.openings.append(request.open)
+                    opened = candidate_pb2.ProposeOpened(wants_tokenizer=self.wants_tokenizer)
+                    yield candidate_pb2.ProposeResponse(opened=opened)
+                case "tokenizer":
+                    self.tokenizer += request.tokenizer.chunk
+                    if request.tokenizer.last:
+                        yield candidate_pb2.ProposeResponse(opened=candidate_pb2.ProposeOpened())
+                case _:
+                    self.steps.append(request.step)
+                    yield candidate_pb2.ProposeResponse(candidates=self._answer(request.step))
+            if self.lost.is_set():
+                return
+
+    def _answer(self, step: candidate_pb2.ProposeStep) -> candidate_pb2.ProposeCandidates:
+        answer = candidate_pb2.ProposeCandidates(step=step.step)
+        for one in step.sequences:
+            held = self.held.setdefault(one.sequence_id, [])
+            if len(held) < one.kept_token_count:
+                answer.unknown_sequence_ids.append(one.sequence_id)
+                continue
+            held[one.kept_token_count :] = one.token_ids
+            ids = [held[-1] + place for place in range(1, 5)]
+            run = candidate_pb2.CandidateRun(source="suffix", token_count=4)
+            answer.sequences.add(
+                sequence_id=one.sequence_id, base_token_count=len(held), token_ids=ids, width=2, runs=[run]
+            )
+        assert self.answering.wait(30)
+        return answer
+
+
+@contextmanager
+def serving(bridge: Counting, address: str = "127.0.0.1:0") -> Iterator[str]:
+    server = grpc.server(ThreadPoolExecutor(4), options=[("grpc.so_reuseport", 0)])
+    candidate_pb2_grpc.add_CandidateServiceServicer_to_server(bridge, server)
+    port = server.add_insecure_port(address)
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        if isinstance(bridge, Counting):
+            bridge.answering.set()
+        server.stop(0).wait()
+
+
+def ask(client: CandidateClient, ids: list[int], deadline: float = 10.0, **more: object) -> tuple[int, ...]:
+    found = client.step([SequenceStep(7, ids, **more)], deadline=deadline)  # type: ignore[arg-type]
+    return found[7].token_ids if 7 in found else ()
