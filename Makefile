@@ -9,21 +9,22 @@ unexport PYTHONDONTWRITEBYTECODE
 
 PROTOS := $(wildcard protos/draftbridge/v1/*.proto)
 
-.PHONY: help demo test test-deep test-quick test-engines test-guests test-clients test-zoo soak fuzz llamacpp lint format types layers protos \
-	deploy-check stubs-fresh hooks clean
+.PHONY: help demo test test-deep test-quick test-engines test-guests test-clients test-zoo soak fuzz llamacpp lint \
+	format types layers protos deploy-check stubs-fresh hooks clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: .venv/demo ## See what a draft gains. PROMPT="...", TARGET=..., DRAFT=..., SMALL=1 (skips 1.1 GB).
 	@$(BIN)/draftbridge demo $(if $(call given,TARGET),--target "$$TARGET") $(if $(call given,DRAFT),--draft "$$DRAFT") \
-		$(if $(filter-out 0,$(SMALL)),--small) $(if $(PROMPT),-- "$$PROMPT")
+		$(if $(call given,SMALL),$(if $(filter-out 0,$(SMALL)),--small)) $(if $(HAS_PROMPT),-- "$$PROMPT")
 
+# Whether a variable is set on the command line: in the environment, its name may have another meaning.
+given = $(filter command,$(origin $(1)))
+HAS_PROMPT := $(and $(call given,PROMPT),$(value PROMPT))
 # As it was typed: make would expand what follows a "$".
 override PROMPT := $(value PROMPT)
 export PROMPT
-# Whether a variable is set on the command line: in the environment, its name may have another meaning.
-given = $(filter command,$(origin $(1)))
 
 # Three workers for two cores, because tests often wait. Files in their order: those with real models take the longest,
 # and would otherwise come last. The end of a worker, as by a test that exceeds its time, ends the run: xdist may wait for
@@ -56,7 +57,7 @@ test-guests: .venv/dev .venv/guests/ready .venv/sglang/ready ## Run the adapters
 	DRAFTBRIDGE_TEST_VLLM=$(CURDIR)/.venv/guests/bin/python DRAFTBRIDGE_TEST_SGLANG=$(CURDIR)/.venv/sglang/bin/python \
 		$(BIN)/pytest -m guests tests/guests $(PYTEST_ARGS)
 
-test-zoo: .venv/llamacpp ## Run real models in every engine (2 GB); the first time llama.cpp is compiled for ten minutes.
+test-zoo: .venv/llamacpp ## Run real models in every engine (2 GB); at first llama.cpp is compiled for ten minutes.
 	$(BIN)/pytest -m zoo tests/engines tests/end_to_end/test_real_zoo.py
 
 # LangChain and LiteLLM need other versions of their libraries than the tests.

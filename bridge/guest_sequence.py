@@ -217,16 +217,18 @@ class GuestSequence:
             if self._news.is_set():  # the draft's answer came meanwhile
                 self._refresh()
             choice = speculation.choose()
-            until = min(deadline_ns, now + int(speculation.plan.patience_ns))
+            until, has_waited = min(deadline_ns, now + int(speculation.plan.patience_ns)), False
             while choice.awaited and not choice.width and (left := until - clock()) > 0:
+                has_waited = True
                 with suppress(TimeoutError):
                     async with asyncio.timeout(left / 1e9):
                         await self._news.wait()
                 self._refresh()
                 choice = speculation.choose()
-            # The draft has not answered in time, which does not mean that it had nothing to propose.
-            self._timed_out = speculation.plan.pace.turns and choice.awaited
-            self._waited_ns = clock() - now
+            # A draft that has not answered in time may have something to propose, and one that nobody waited for is
+            # not late.
+            self._timed_out = speculation.plan.pace.turns and choice.awaited and has_waited
+            self._waited_ns = clock() - now if has_waited or not choice.awaited else 0
         self._plan = speculation.plan
         return choice.offer, min(choice.width, self.max_width)
 

@@ -149,7 +149,7 @@ class TargetEstimates:
     def draft(
         self, key: str, forward_costs: Sequence[tuple[int, int]] = (), *, competes: bool = False
     ) -> DraftEstimates:
-        """Returns the estimates of a draft, whose `key` stands for all that its speed depends on.
+        """Returns the estimates of a draft, whose `key` stands for its model, engine and data type.
 
         `competes`: draft and target need more cores than they have. Replicas may differ in this, so each case has its
         own estimates.

@@ -81,7 +81,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class TargetCosts:
-    """The cost of passes: `single_ns` with one token, `ratios[i]` times that with `i + 1` tokens, the last at most.
+    """The cost of passes: `single_ns` with one token, `ratios[i]` times that with `i + 1` tokens.
 
     `load`: the number of sequences that share a pass, each of which waits for the candidates of all.
     `candidate_delay_ns`: from a pass to the next candidates.

@@ -30,6 +30,8 @@ _UNUSED_PASSES = 64
 # Finds another draft for the rest of a request, given the error of the present one, or None if that gains nothing.
 FindDraft: TypeAlias = Callable[[DraftBridgeError | None], Awaitable[DraftSource | None]]
 _ALONE = "the target went on without it"
+# The most continuations of one offer. With a grammar, two sources may continue each other by single characters.
+_MAX_PARTS = 8
 
 
 class SourceSet:
@@ -256,7 +258,7 @@ class SourceSet:
         parts: list[Continuation] = []
         data = b""
         more = self._proposed(source, data, limit)
-        while more:
+        while more and len(parts) < _MAX_PARTS:
             parts.append(more)
             data += more.data
             if more.closes or more.cut or len(data) >= limit:

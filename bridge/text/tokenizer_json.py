@@ -46,7 +46,7 @@ _MAX_ID = (1 << 22) - 1
 _MAX_GROWTH_FACTOR = 64
 _MAX_ADDED_LENGTHS = 256
 _MAX_ADDED_CHARACTERS = 1024
-# A draft proposes up to 64 tokens before anybody looks at them.
+# A draft proposes up to 64 tokens before the bridge translates any.
 _MAX_TOKEN_BYTES = 4096
 # The sum of the squares of their lengths: `StringMatcher.may_join` keeps every beginning and every end of each token.
 _MAX_ADDED_SQUARES = 1 << 25

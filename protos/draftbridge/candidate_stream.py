@@ -15,8 +15,8 @@ _MAX_STEP_TOKENS = 1 << 20
 # The new tokens of a sequence that take no time worth counting.
 _MAX_SHORT_TOKENS = 64
 # After this many missed deadlines in a row, steps do not wait until an answer arrives in time. But answers may be late
-# only because the engine computes meanwhile. So after this number of steps one waits again, then after twice as many,
-# up to the second number.
+# only because the engine computes meanwhile. So the step of this number waits again, then one of twice that number, up
+# to the second number.
 MAX_MISSED = 3
 UNWAITED_STEPS, _MAX_UNWAITED_STEPS = 16, 256
 

@@ -16,9 +16,10 @@ from services.rpc import codec
 from services.rpc.status import from_rpc_error
 from services.traces import outgoing_metadata
 
-# Tokens of a message, and those of which each may have all alternatives that were requested. A peer that follows the
-# protocol sends fewer, because neither offers nor credit are this large.
-_MAX_TOKENS, _MAX_REPORTED_TOKENS = 1024, 64
+# Tokens of a message. A peer that follows the protocol sends fewer, because neither offers nor credit are this large.
+_MAX_TOKENS = 1024
+# Tokens of a message with log probabilities; more if more were offered.
+_MAX_REPORTED_TOKENS = 64
 # Messages that may wait to be sent. With more, the peer is considered to have stopped reading.
 _MAX_UNSENT = 256
 # Messages that may wait to be read, and their bytes. A peer that keeps to its credit sends fewer.
@@ -50,6 +51,7 @@ class _Stream:
         self._call = call
         self._address = address
         self._per_token, self._alternatives = per_token, alternatives
+        self.max_reported_tokens = _MAX_REPORTED_TOKENS
         self._outbox: asyncio.Queue[Any] = asyncio.Queue()
         self._outbox.put_nowait(opening)
         self._writer = asyncio.create_task(self._write())
@@ -117,7 +119,7 @@ class _Stream:
         others = [len(one.top_logprobs) for one in message.logprobs] if "logprobs" in self._per_token else []
         if max(others, default=0) > self._alternatives:
             return f"{max(others)} alternatives to a token"
-        return f"{sum(others)} alternatives" if sum(others) > _MAX_REPORTED_TOKENS * self._alternatives else ""
+        return f"{sum(others)} alternatives" if sum(others) > self.max_reported_tokens * self._alternatives else ""
 
     def close(self) -> None:
         self._closed = True
@@ -186,6 +188,7 @@ class RemoteVerifier:
 
     async def candidates(self, candidates: Candidates) -> None:
         """See `Verifier`."""
+        self._stream.max_reported_tokens = max(self._stream.max_reported_tokens, len(candidates.token_ids) + 1)
         await self._stream.send(codec.write_candidates(candidates))
 
     async def grant(self, grant: Grant) -> None:

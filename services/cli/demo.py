@@ -94,7 +94,7 @@ LARGE = Demonstration(
     engine=large_engine(lacks_bfloat16() and surely_on_cpu(EngineOptions().device)),
     reasons={
         "torch": "The target runs in torch with its weights in full precision, where a pass over several tokens costs "
-        f"little more than a pass over one. {_FASTEST_ALONE}, perhaps as many as this pair.",
+        f"little more than a pass over one. {_FASTEST_ALONE}; that may be as fast as this pair.",
         "": f"{_CHOSEN}{_FASTEST_ALONE}. In full precision (--engine torch) a draft gains more, but the target alone "
         "is slower, by several times on a CPU that does not compute in bfloat16.",
     },
@@ -185,7 +185,8 @@ def _instead(wanted: Demonstration, error: DraftBridgeError, report: Callable[[s
     """
     if (wanted.target, wanted.draft) != (LARGE.target, LARGE.draft):
         raise error
-    if wanted.engine != registry.AUTO and not isinstance(error, ModelNotFound | ChecksumMismatch | DamagedFile):
+    may_change = wanted.reasons and wanted.engine != registry.AUTO  # the engine is not the user's choice
+    if may_change and not isinstance(error, ModelNotFound | ChecksumMismatch | DamagedFile):
         report(f"{error}; going on with --engine auto, which converts nothing if it finds an engine for GGUF files")
         return replace(wanted, engine=registry.AUTO)
     report(f"{error}; going on with the small pair")

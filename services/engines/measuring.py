@@ -27,7 +27,7 @@ _CHANCE = 0.7
 _HELD = "DRAFTBRIDGE_MEASURING"
 # A measurement of a small model takes less.
 _SILENT_SECONDS = 30.0
-# Of a disk, in bytes per second.
+# A slow disk, in bytes per second.
 _SLOWEST_READ = 50e6
 
 

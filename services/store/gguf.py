@@ -98,7 +98,7 @@ def remembered_sha256(path: Path) -> str:
         known = json.loads(file.read_text())
         if known["facts"] == facts:
             return str(known["sha256"])
-    steady = time.time() - found.st_mtime > _RECENT_SECONDS
+    steady = time.time() - max(found.st_mtime, found.st_ctime) > _RECENT_SECONDS
     digest = check_gguf(path)
     if steady:
         with suppress(OSError):

@@ -1,11 +1,13 @@
-"""Fixtures of both doors for HTTP."""
+"""Fixtures: both doors for HTTP, and an engine's client of a bridge that proposes numbers."""
 
 from collections.abc import Iterator
 
 import httpx2 as httpx
 import pytest
 
+from draftbridge.candidates import CandidateClient
 from services.cli.processes import Fleet, launched
+from tests.support.counting_bridge import MODEL, Counting, serving
 
 
 @pytest.fixture(scope="session")
@@ -20,3 +22,19 @@ def doors(tiny_fleet: Fleet) -> Iterator[dict[str, str]]:
 def http(request: pytest.FixtureRequest, doors: dict[str, str]) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=doors[request.param], timeout=60) as client:
         yield client
+
+
+@pytest.fixture
+def counting() -> Counting:
+    """A bridge that proposes numbers."""
+    return Counting()
+
+
+@pytest.fixture
+def connected(counting: Counting) -> Iterator[CandidateClient]:
+    """An engine's client of it."""
+    with serving(counting) as address:
+        client = CandidateClient(address, MODEL, b"{}")
+        assert client.connect(60)
+        yield client
+        client.close()

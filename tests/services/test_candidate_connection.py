@@ -18,25 +18,11 @@ from tests.support.ports import free_address
 from tests.support.waiting import eventually
 
 
-@pytest.fixture
-def bridge() -> Counting:
-    return Counting()
-
-
-@pytest.fixture
-def connected(bridge: Counting) -> Iterator[CandidateClient]:
-    with serving(bridge) as address:
-        client = CandidateClient(address, MODEL, b"{}")
-        assert client.connect(60)
-        yield client
-        client.close()
-
-
 def test_a_hung_bridge_is_not_waited_for(
-    connected: CandidateClient, bridge: Counting, monkeypatch: pytest.MonkeyPatch
+    connected: CandidateClient, counting: Counting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ask(connected, [1])
-    bridge.answering.clear()
+    counting.answering.clear()
     wait_for, waits = connected._changed.wait_for, list[float]()
 
     def counted(predicate: Callable[[], bool], seconds: float) -> bool:
@@ -51,19 +37,19 @@ def test_a_hung_bridge_is_not_waited_for(
     assert max(waits) <= 0.05
     assert connected.counts.late_count == 0, "there was no answer at all"
     time.sleep(0.1)  # longer than any deadline above, so that every answer to these steps is late
-    assert len(bridge.steps) < 2 * candidates._MAX_UNANSWERED
-    bridge.answering.set()
+    assert len(counting.steps) < 2 * candidates._MAX_UNANSWERED
+    counting.answering.set()
 
     def works_again() -> bool:
         return ask(connected, list(range(1, 201)), deadline=0.05) == (201, 202)
 
     eventually(works_again)
     assert connected.counts.late_count > candidate_stream.MAX_MISSED, "also answers that no step waited for"
-    assert bridge.held[7] == list(range(1, 201))
+    assert counting.held[7] == list(range(1, 201))
 
 
 def test_a_bridge_that_is_slow_only_while_the_engine_computes_is_waited_for_again(
-    connected: CandidateClient, bridge: Counting, monkeypatch: pytest.MonkeyPatch
+    connected: CandidateClient, counting: Counting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wait_for, take, waits, waiting = connected._changed.wait_for, connected._on_candidates, list[bool](), False
 
@@ -82,11 +68,11 @@ def test_a_bridge_that_is_slow_only_while_the_engine_computes_is_waited_for_agai
 
     monkeypatch.setattr(connected._changed, "wait_for", waited)
     monkeypatch.setattr(connected, "_on_candidates", late)
-    bridge.answering.clear()
+    counting.answering.clear()
     for last in range(3, 3 + candidate_stream.MAX_MISSED):
         waits.append(False)
         ask(connected, list(range(last)), deadline=0.02)
-    bridge.answering.set()
+    counting.answering.set()
     eventually(lambda: connected.counts.answer_count == candidate_stream.MAX_MISSED)
     for last in range(10, 10 + candidate_stream.UNWAITED_STEPS + 2):
         waits.append(False)
@@ -107,29 +93,29 @@ def test_a_forked_process_gets_no_candidates_and_never_hangs() -> None:
 
 
 def test_reconnects_and_logs_once(
-    bridge: Counting, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    counting: Counting, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(candidates, "_PAUSE_SECONDS", 0.01)
     monkeypatch.setattr(candidates, "_MAX_PAUSE_SECONDS", 0.1)
-    with serving(bridge, free_address()) as address:
+    with serving(counting, free_address()) as address:
         client = CandidateClient(address, MODEL, b"{}")
         assert client.connect(60)
         assert ask(client, [1, 2]) == (3, 4)
         serve, tries = client._serve, list[object]()
         monkeypatch.setattr(client, "_serve", lambda stream: tries.append(stream) or serve(stream))
-        bridge.lost.set()  # it ends the stream
+        counting.lost.set()  # it ends the stream
         ask(client, [1, 2, 3])
         eventually(lambda: tries)
     eventually(lambda: not client.connected)
     assert ask(client, [1, 2, 3]) == ()
     count = len(tries)
     eventually(lambda: len(tries) > count + 1)
-    bridge.lost.clear()
-    with serving(bridge, address):
+    counting.lost.clear()
+    with serving(counting, address):
         assert client.connect(60)
         assert ask(client, [1, 2, 3, 4]) == (5, 6)
         client.close()
-    assert bridge.openings[0].instance == bridge.openings[1].instance
+    assert counting.openings[0].instance == counting.openings[1].instance
     assert caplog.text.count("no candidates from") == 1, "its stream ended, and then nothing answered"
 
 

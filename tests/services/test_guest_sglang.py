@@ -202,6 +202,7 @@ def test_trees_are_chains_of_the_bridges_candidates(
         worker._prepare_draft_tokens(batch(requests[1:], added[1:]))
         assert set(bridge.held) == {2}
     assert bridge.opening.model.engine == "sglang"
+    assert len({one.forward_ns for one in bridge.opening.model.forward_costs}) == 1, "all forwards take as long"
 
 
 def test_only_times_of_one_request_that_ran_alone_are_learned(

@@ -292,7 +292,8 @@ def test_a_call_does_not_wait_until_another_has_its_answer(loaded: tuple[Any, An
 
 def test_a_forward_that_could_not_be_reported_is_part_of_the_next_report() -> None:
     reports = list[tuple[int, int | None, int]]()
-    answers = iter([(), (7, 8), None, None, ()])
+    missed = 100
+    answers = iter([(), (7, 8), *[None] * missed, ()])
 
     class Busy:
         """In place of `Assistance`, whose client another call uses now and then."""
@@ -302,13 +303,13 @@ def test_a_forward_that_could_not_be_reported_is_part_of_the_next_report() -> No
             return next(answers)
 
     generator = _Generator(Busy(), 1, 50, ())  # type: ignore[arg-type]
-    for count in (4, 5, 8, 9, 10):
+    for count in (4, 5, *range(8, 9 + missed)):
         generator.get_candidates(torch.arange(count)[None])
-    assert [report[:2] for report in reports] == [(4, 0), (5, 0), (8, 2), (9, 2), (10, 2)]
+    assert [report[:2] for report in reports] == [(4, 0), (5, 0), *((count, 2) for count in range(8, 9 + missed))]
     run = [count for *_, count in reports]
     assert run[:3] == [0, 4, 3]
     # The bridge learns no costs from these: their time is that of several forwards.
-    assert min(run[3:]) > _PROMPT_FACTOR * (1 + 2)
+    assert min(run[3:]) > _PROMPT_FACTOR * (1 + 2) and max(run[3:]) < 10
 
 
 def test_a_forked_process_does_not_wait_for_a_thread_that_it_lacks(

@@ -91,9 +91,8 @@ def test_the_json_of_many_short_messages_is_counted_at_once(monkeypatch: pytest.
 
     monkeypatch.setattr(codec, "count_marks", count)
     chat = bridge_pb2.Chat(messages=[bridge_pb2.ChatMessage()] * 10_000)
-    started = thread_time()
+    monkeypatch.setattr(codec, "read_object", lambda *_: pytest.fail("a message without JSON was parsed"))
     assert len(codec.read_chat(chat).messages) == 10_000
-    assert thread_time() - started < 0.25, "it took three times as long when each message was parsed"
     assert len(counted) == 1
 
 

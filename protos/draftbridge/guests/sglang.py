@@ -24,6 +24,8 @@ from draftbridge.machine import compute_units
 from draftbridge.v1 import model_pb2
 
 NAME = "DRAFTBRIDGE"
+# The tokens of a forward, of all its requests, for which the bridge learns nothing about times.
+_MAX_TOKENS = 1 << 16
 
 
 def register() -> None:
@@ -249,6 +251,9 @@ def _client(settings: GuestSettings, target_worker: Any, server_args: Any) -> Cl
         vocabulary_size=config.vocab_size,
         special_ids=special_ids(tokenizer, (config.hf_eos_token_id, getattr(generation, "eos_token_id", None))),
         chat_template=chat_template(tokenizer),
+        # A forward takes as long with any number of candidates. How long is not known, and so that of one token is left
+        # out.
+        forward_costs=[model_pb2.ForwardCost(token_count=count, forward_ns=1_000_000) for count in (2, _MAX_TOKENS)],
     )
     # Unless the user chose a tokenizer, these arguments have None here, though SGLang's log has the model's path.
     file = tokenizer_json(server_args.tokenizer_path or config.model_path, server_args.revision, tokenizer)

@@ -198,7 +198,7 @@ class _Generator:
         if ids is None:
             # The next report is of this forward, too. With this number of tokens, more than 1.5 times those that one
             # forward ran, the bridge leaves it out where it learns what candidates cost.
-            self._forward_count = 2 * (self._forward_count + 1)
+            self._forward_count = max(self._forward_count, 2 * (self._verified_count + 1))
             return input_ids, None
         # Older versions of transformers do not end a text within the accepted tokens.
         end = next((place for place, id_ in enumerate(ids, 1) if id_ in self._ends), None)

@@ -21,8 +21,8 @@ from draftbridge.guests.settings import GuestSettings
 from draftbridge.machine import compute_units
 from draftbridge.v1 import model_pb2
 
-# The tokens that a row may gain without a report, in times of `num_speculative_tokens`: vLLM asks for no candidates
-# while a row of its batch has less room than that in the context, which may be so for several rows in turn.
+# The tokens that a row may gain without a report, as a multiple of `num_speculative_tokens`: vLLM asks for no
+# candidates while a row of its batch has less room than that in the context, which may be so for several rows in turn.
 _MISSED_FACTOR = 3
 
 

@@ -213,7 +213,9 @@ class ProposeSequence(_message.Message):
     generated_token_count: _builtins.int
     """How many of these ids, at their end, were generated; the rest is the prompt. Only read when the sequence starts."""
     max_candidate_count: _builtins.int
-    """The most candidates that the engine can verify now; 0: none. Default: as many as the bridge finds worthwhile."""
+    """The most candidates that the engine can verify now, and so the largest `width` of the answer, whose `token_ids` may
+    be more; 0: none. Default: as many as the bridge finds worthwhile.
+    """
     candidate_step: _builtins.int
     """The step whose answer had the candidates that this forward verified; 0 if it verified none."""
     candidate_count: _builtins.int
