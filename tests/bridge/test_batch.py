@@ -136,5 +136,5 @@ def test_what_was_learned_of_other_texts_is_corrected(earlier: list[tuple[int, f
 
 @pytest.mark.parametrize("sequence_count", [1, 2, 8, 512])
 def test_forwards_that_take_as_long_with_more_take_all_candidates(sequence_count: int) -> None:
-    costs = BatchCosts([(2, 1_000_000), (1 << 16, 1_000_000)])
+    costs = BatchCosts([(1 << power, 1_000_000) for power in range(1, 17)])
     assert share([[0.6] * 7] * sequence_count, sequence_count, costs) == [7] * sequence_count

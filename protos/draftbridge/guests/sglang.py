@@ -24,8 +24,8 @@ from draftbridge.machine import compute_units
 from draftbridge.v1 import model_pb2
 
 NAME = "DRAFTBRIDGE"
-# The tokens of a forward, of all its requests, for which the bridge learns nothing about times.
-_MAX_TOKENS = 1 << 16
+# Tokens of a forward, of all its requests.
+_TOKEN_COUNTS = tuple(1 << power for power in range(1, 17))
 
 
 def register() -> None:
@@ -251,9 +251,9 @@ def _client(settings: GuestSettings, target_worker: Any, server_args: Any) -> Cl
         vocabulary_size=config.vocab_size,
         special_ids=special_ids(tokenizer, (config.hf_eos_token_id, getattr(generation, "eos_token_id", None))),
         chat_template=chat_template(tokenizer),
-        # A forward takes as long with any number of candidates. How long is not known, and so that of one token is left
-        # out.
-        forward_costs=[model_pb2.ForwardCost(token_count=count, forward_ns=1_000_000) for count in (2, _MAX_TOKENS)],
+        # A forward takes as long with any number of candidates. How long is not known, so the time of a single token is
+        # left out.
+        forward_costs=[model_pb2.ForwardCost(token_count=count, forward_ns=1_000_000) for count in _TOKEN_COUNTS],
     )
     # Unless the user chose a tokenizer, these arguments have None here, though SGLang's log has the model's path.
     file = tokenizer_json(server_args.tokenizer_path or config.model_path, server_args.revision, tokenizer)
