@@ -105,9 +105,12 @@ class _Laboratory:
         hook = self.model.register_forward_hook(lambda module, args, output: widths.append(output.logits.shape[1]))
         clock = _Clock()
         messages = prompt.get("messages") or [{"role": "user", "content": prompt["prompt"]}]
-        ids = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )["input_ids"]
+        if self.tokenizer.chat_template:
+            ids = self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )["input_ids"]
+        else:  # a model that does not chat continues the last message
+            ids = self.tokenizer(messages[-1]["content"], return_tensors="pt")["input_ids"]
         try:
             with self._torch.inference_mode():
                 found = self.model.generate(
