@@ -158,7 +158,7 @@ class BridgeMetrics(HttpMetrics, Collector):
         self.guest_steps = self._histogram(
             "guest_step_seconds", "From an engine's step to the bridge's answer.", _FINE_SECONDS
         )
-        self.guest_proposed = self._counter("guest_proposed_tokens", "Candidates proposed for one forward.")
+        self.guest_proposed = self._counter("guest_proposed_tokens", "Candidates worth verifying in one forward.")
         self.guest_verified = self._counter("guest_verified_tokens", "Candidates that engines verified.", "source")
         self.guest_accepted = self._counter("guest_accepted_tokens", "Candidates that engines accepted.", "source")
 

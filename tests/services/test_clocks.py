@@ -15,6 +15,7 @@ DATED = {
     "services/traces.py",
     "services/sandbox/jinja.py",
     "services/store/cache.py",
+    "services/store/gguf.py",
     "services/engines/trial.py",
     "services/engines/ik_llama/probe.py",
     "services/bridge/pair_memory.py",

@@ -200,7 +200,7 @@ async def test_a_checksum_that_would_garble_a_log_is_refused() -> None:
 
 
 async def test_an_error_that_quotes_a_tokenizer_fits_into_a_log_and_a_status() -> None:
-    async with stranger(_fused(decoders.Replace("wo", "w" * 5_000_000))) as address:
+    async with stranger(_fused(decoders.Replace("wo", "w" * 4_000))) as address:
         known = await connect(address, as_target=False)
         (status,) = await known.check()
     assert "byte table" in status.problem and status.problem.endswith("report it if that does not help")
