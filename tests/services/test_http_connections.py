@@ -114,14 +114,9 @@ class Searched:
 def bare_connection() -> Connection:
     """Returns a connection without a transport."""
     return Connection(
-        config=uvicorn.Config(lambda: None),
-        server_state=ServerState(),
-        app_state={},
-        max_connections=1,
-        head_seconds=1.0,
-        send_seconds=1.0,
-        shaking=set(),
-    )
+        config=uvicorn.Config(lambda: None), server_state=ServerState(), app_state={}, max_connections=1,
+        head_seconds=1.0, send_seconds=1.0, shaking=set(),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("end", [b"\r\n\r\n", b"\n\r\n"])

@@ -9,42 +9,20 @@ import grpc
 
 from draftbridge.candidates import CandidateClient, SequenceStep
 from draftbridge.v1 import candidate_pb2, candidate_pb2_grpc, model_pb2
+from tests.support.candidate_bridge import CandidateBridge
 
 MODEL = model_pb2.Model(name="engine", context_length=64, vocabulary_size=1000)
 
 
-class Counting(candidate_pb2_grpc.CandidateServiceServicer):
-    """A bridge that proposes the next four numbers after a sequence's last token, and keeps what it received."""
+class Counting(CandidateBridge):
+    """Proposes the next four numbers after a sequence's last token."""
+
+    wants_tokenizer = False
 
     def __init__(self) -> None:
-        self.openings: list[candidate_pb2.ProposeOpen] = []
-        self.steps: list[candidate_pb2.ProposeStep] = []
-        self.tokenizer = b""
-        self.wants_tokenizer = False
-        self.held: dict[int, list[int]] = {}
+        super().__init__()
         self.answering = threading.Event()
         self.answering.set()
-        self.lost = threading.Event()
-
-    def Propose(  # noqa: N802
-        self, requests: Iterator[candidate_pb2.ProposeRequest], context: grpc.ServicerContext
-    ) -> Iterator[candidate_pb2.ProposeResponse]:
-        self.held.clear()
-        for request in requests:
-            match request.WhichOneof("kind"):
-                case "open":
-                    self.openings.append(request.open)
-                    opened = candidate_pb2.ProposeOpened(wants_tokenizer=self.wants_tokenizer)
-                    yield candidate_pb2.ProposeResponse(opened=opened)
-                case "tokenizer":
-                    self.tokenizer += request.tokenizer.chunk
-                    if request.tokenizer.last:
-                        yield candidate_pb2.ProposeResponse(opened=candidate_pb2.ProposeOpened())
-                case _:
-                    self.steps.append(request.step)
-                    yield candidate_pb2.ProposeResponse(candidates=self._answer(request.step))
-            if self.lost.is_set():
-                return
 
     def _answer(self, step: candidate_pb2.ProposeStep) -> candidate_pb2.ProposeCandidates:
         answer = candidate_pb2.ProposeCandidates(step=step.step)

@@ -13,6 +13,7 @@ import pytest
 from draftbridge.guests.client import Client
 from draftbridge.guests.settings import GuestSettings
 from draftbridge.v1 import candidate_pb2, candidate_pb2_grpc
+from tests.support.candidate_bridge import CandidateBridge
 
 VOCABULARY = 50
 
@@ -29,41 +30,17 @@ def continued(prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-class ScriptedBridge(candidate_pb2_grpc.CandidateServiceServicer):
+class ScriptedBridge(CandidateBridge):
     """Proposes what the engine's model will generate, with a wrong token now and then."""
 
     def __init__(self, wrong: float = 0.3) -> None:
         """`wrong`: how often a token is wrong."""
+        super().__init__()
         self._wrong = wrong
-        self.opening = candidate_pb2.ProposeOpen()
-        self.tokenizer = b""
-        self.held: dict[int, list[int]] = {}
-        self.steps: list[candidate_pb2.ProposeStep] = []
         self.hangs = Event()
         self._random = Random(0)
 
-    def Propose(  # noqa: N802
-        self, requests: Iterator[candidate_pb2.ProposeRequest], context: grpc.ServicerContext
-    ) -> Iterator[candidate_pb2.ProposeResponse]:
-        self.held.clear()
-        for request in requests:
-            match request.WhichOneof("kind"):
-                case "open":
-                    self.opening = request.open
-                    yield candidate_pb2.ProposeResponse(
-                        opened=candidate_pb2.ProposeOpened(wants_tokenizer=not self.tokenizer)
-                    )
-                case "tokenizer":
-                    self.tokenizer += request.tokenizer.chunk
-                    if request.tokenizer.last:
-                        yield candidate_pb2.ProposeResponse(opened=candidate_pb2.ProposeOpened())
-                case _:
-                    answer = self._answer(request.step)
-                    if not self.hangs.is_set():
-                        yield candidate_pb2.ProposeResponse(candidates=answer)
-
-    def _answer(self, step: candidate_pb2.ProposeStep) -> candidate_pb2.ProposeCandidates:
-        self.steps.append(step)
+    def _answer(self, step: candidate_pb2.ProposeStep) -> candidate_pb2.ProposeCandidates | None:
         answer = candidate_pb2.ProposeCandidates(step=step.step)
         for ended in step.ended_sequence_ids:
             del self.held[ended]
@@ -84,7 +61,7 @@ class ScriptedBridge(candidate_pb2_grpc.CandidateServiceServicer):
                         runs=[candidate_pb2.CandidateRun(source="suffix", token_count=4)],
                     )
                 )
-        return answer
+        return None if self.hangs.is_set() else answer
 
 
 @contextmanager

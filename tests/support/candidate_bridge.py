@@ -1,0 +1,53 @@
+"""The part of a bridge that talks to guests, for tests of their side: it keeps what it receives."""
+
+import threading
+from collections.abc import Iterator
+
+import grpc
+
+from draftbridge.v1 import candidate_pb2, candidate_pb2_grpc
+
+
+class CandidateBridge(candidate_pb2_grpc.CandidateServiceServicer):
+    """Answers steps as a subclass does in `_answer`, which returns None for no answer.
+
+    `wants_tokenizer`: it asks for the tokenizer, unless it has one. `lost`: it ends its streams after the next message.
+    """
+
+    wants_tokenizer = True
+
+    def __init__(self) -> None:
+        self.openings: list[candidate_pb2.ProposeOpen] = []
+        self.steps: list[candidate_pb2.ProposeStep] = []
+        self.tokenizer = b""
+        self.held: dict[int, list[int]] = {}
+        self.lost = threading.Event()
+
+    @property
+    def opening(self) -> candidate_pb2.ProposeOpen:
+        """Returns the last one."""
+        return self.openings[-1]
+
+    def Propose(  # noqa: N802
+        self, requests: Iterator[candidate_pb2.ProposeRequest], context: grpc.ServicerContext
+    ) -> Iterator[candidate_pb2.ProposeResponse]:
+        self.held.clear()
+        for request in requests:
+            match request.WhichOneof("kind"):
+                case "open":
+                    self.openings.append(request.open)
+                    wants = self.wants_tokenizer and not self.tokenizer
+                    yield candidate_pb2.ProposeResponse(opened=candidate_pb2.ProposeOpened(wants_tokenizer=wants))
+                case "tokenizer":
+                    self.tokenizer += request.tokenizer.chunk
+                    if request.tokenizer.last:
+                        yield candidate_pb2.ProposeResponse(opened=candidate_pb2.ProposeOpened())
+                case _:
+                    self.steps.append(request.step)
+                    if answer := self._answer(request.step):
+                        yield candidate_pb2.ProposeResponse(candidates=answer)
+            if self.lost.is_set():
+                return
+
+    def _answer(self, step: candidate_pb2.ProposeStep) -> candidate_pb2.ProposeCandidates | None:
+        raise NotImplementedError
