@@ -17,7 +17,8 @@ import transformers
 
 from bridge.guest import _PROMPT_FACTOR
 from draftbridge.guests import sglang as adapter
-from tests.support.scripted_bridge import VOCABULARY, ScriptedBridge, closed_clients, continued, served
+from tests.support.candidate_bridge import served
+from tests.support.scripted_bridge import VOCABULARY, ScriptedBridge, closed_clients, continued
 from tests.support.tiny import tokenizer_json
 from tests.support.waiting import eventually
 

@@ -21,8 +21,9 @@ from draftbridge.guests.settings import InvalidSettings
 from draftbridge.guests.vllm import Proposer
 from draftbridge.guests.vllm_sampler import expand_batch_to_tokens
 from tests.conftest import CHAT_TEMPLATE
+from tests.support.candidate_bridge import served
 from tests.support.ports import free_address
-from tests.support.scripted_bridge import VOCABULARY, ScriptedBridge, closed_clients, continued, served
+from tests.support.scripted_bridge import VOCABULARY, ScriptedBridge, closed_clients, continued
 from tests.support.tiny import tokenizer_json
 from tests.support.waiting import eventually
 

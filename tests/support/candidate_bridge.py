@@ -2,6 +2,8 @@
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import grpc
 
@@ -51,3 +53,16 @@ class CandidateBridge(candidate_pb2_grpc.CandidateServiceServicer):
 
     def _answer(self, step: candidate_pb2.ProposeStep) -> candidate_pb2.ProposeCandidates | None:
         raise NotImplementedError
+
+
+@contextmanager
+def served(bridge: CandidateBridge, address: str = "127.0.0.1:0") -> Iterator[str]:
+    """Serves a bridge, and yields its address."""
+    server = grpc.server(ThreadPoolExecutor(4), options=[("grpc.so_reuseport", 0)])
+    candidate_pb2_grpc.add_CandidateServiceServicer_to_server(bridge, server)
+    port = server.add_insecure_port(address)
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(grace=None).wait()

@@ -2,14 +2,11 @@
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-import grpc
-
 from draftbridge.candidates import CandidateClient, SequenceStep
-from draftbridge.v1 import candidate_pb2, candidate_pb2_grpc, model_pb2
-from tests.support.candidate_bridge import CandidateBridge
+from draftbridge.v1 import candidate_pb2, model_pb2
+from tests.support.candidate_bridge import CandidateBridge, served
 
 MODEL = model_pb2.Model(name="engine", context_length=64, vocabulary_size=1000)
 
@@ -42,17 +39,14 @@ class Counting(CandidateBridge):
 
 
 @contextmanager
-def serving(bridge: Counting, address: str = "127.0.0.1:0") -> Iterator[str]:
-    server = grpc.server(ThreadPoolExecutor(4), options=[("grpc.so_reuseport", 0)])
-    candidate_pb2_grpc.add_CandidateServiceServicer_to_server(bridge, server)
-    port = server.add_insecure_port(address)
-    server.start()
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        if isinstance(bridge, Counting):
-            bridge.answering.set()
-        server.stop(0).wait()
+def serving(bridge: CandidateBridge, address: str = "127.0.0.1:0") -> Iterator[str]:
+    """Serves a bridge, which answers what it has kept waiting in the end, and yields its address."""
+    with served(bridge, address) as found:
+        try:
+            yield found
+        finally:
+            if isinstance(bridge, Counting):
+                bridge.answering.set()
 
 
 def ask(client: CandidateClient, ids: list[int], deadline: float = 10.0, **more: object) -> tuple[int, ...]:

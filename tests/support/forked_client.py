@@ -4,7 +4,8 @@ import os
 
 from draftbridge.candidates import CandidateClient, SequenceStep
 from draftbridge.v1 import model_pb2
-from tests.support.scripted_bridge import VOCABULARY, ScriptedBridge, served
+from tests.support.candidate_bridge import served
+from tests.support.scripted_bridge import VOCABULARY, ScriptedBridge
 from tests.support.tiny import tokenizer_json
 from tests.support.waiting import eventually
 

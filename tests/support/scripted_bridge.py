@@ -1,18 +1,16 @@
 """A bridge for guests that follows a script, and counts what it receives."""
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from random import Random
 from threading import Event
 from typing import Any
 
-import grpc
 import pytest
 
 from draftbridge.guests.client import Client
 from draftbridge.guests.settings import GuestSettings
-from draftbridge.v1 import candidate_pb2, candidate_pb2_grpc
+from draftbridge.v1 import candidate_pb2
 from tests.support.candidate_bridge import CandidateBridge
 
 VOCABULARY = 50
@@ -62,18 +60,6 @@ class ScriptedBridge(CandidateBridge):
                     )
                 )
         return None if self.hangs.is_set() else answer
-
-
-@contextmanager
-def served(bridge: ScriptedBridge, address: str = "127.0.0.1:0") -> Iterator[str]:
-    server = grpc.server(ThreadPoolExecutor(4))
-    candidate_pb2_grpc.add_CandidateServiceServicer_to_server(bridge, server)
-    port = server.add_insecure_port(address)
-    server.start()
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        server.stop(grace=None).wait()
 
 
 @contextmanager
