@@ -52,7 +52,8 @@ class CandidateBridge(candidate_pb2_grpc.CandidateServiceServicer):
                 return
 
     def _answer(self, step: candidate_pb2.ProposeStep) -> candidate_pb2.ProposeCandidates | None:
-        raise NotImplementedError
+        """Returns the answer to a step."""
+        raise NotImplementedError  # subclasses differ in this
 
 
 @contextmanager
