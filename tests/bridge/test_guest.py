@@ -240,9 +240,18 @@ async def test_a_sequence_that_gains_much_at_once_is_opened_in_a_thread() -> Non
 
 @pytest.mark.parametrize("deadline_ms", [0, 1000])
 async def test_a_sequence_has_candidates_from_its_first_step_if_there_is_time(deadline_ms: int) -> None:
-    guest, half = guest_of(), len(IDS) // 2
+    shared, release, half = GuestOpening(MODEL, TargetEstimates()), asyncio.Event(), len(IDS) // 2
+
+    async def open_(ids: Sequence[int], generated: int) -> GuestSequence:
+        await release.wait()
+        return GuestSequence(shared, ids, generated)
+
+    guest = Guest(MODEL, open_, BatchCosts())
+    if deadline_ms:
+        asyncio.get_running_loop().call_soon(release.set)
     answer = await stepped(guest, 1, SequenceUpdate(7, 0, tuple(IDS[:half])), deadline_ns=deadline_ms * 1_000_000)
     assert bool(answer.proposed) is bool(deadline_ms)
+    release.set()
     await opened(guest, 7)
     if deadline_ms:
         assert answer.proposed[0].base == half
