@@ -7,6 +7,7 @@ self-test compares the logits with the model's own forward before the model is s
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,6 +18,7 @@ from services.engines.selftest import SelfTest, distance, narrowed
 from services.engines.torch.attention import ATTENTION, Attention, using
 from services.engines.torch.cache import ByteCounter, RaggedBatch, SlotCaches
 from services.engines.torch.compiled import CompiledForwards, FastForwards, GraphForwards
+from services.engines.torch.exact import first_layers
 from services.engines.torch.invariant import (
     SIZES,
     SPAN,
@@ -37,14 +39,17 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 # Measured: the difference of a position's two best logits varied over widths 1 to 16 on SmolLM2-135M and Gemma-3-270M
 # by at most 0.75 in bfloat16 and 3e-5 in float32. float16 has three bits more than bfloat16.
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.75, torch.float16: 0.1}
+# Keys and values of a few tokens, for the self-test of a model's first layers, in bytes.
+_PROOF_BYTES = 256 << 20
 
 
 class TorchEngine:
     """A transformers model on one device.
 
-    `source`: a directory that `from_pretrained` reads. `device`: "auto", "cpu", "cuda", ... `dtype`: "auto" is
-    bfloat16 if the device computes in it, else float32. `threads`: CPU threads. `cache_byte_limit`: memory for the keys
-    and values of all slots, in bytes. `int8`: stores weights in 8 bits, which is fast only with `compiled`.
+    `source`: a directory that `from_pretrained` reads, or a model with eager attention on its device. `device`: "auto",
+    "cpu", "cuda", ... `dtype`: "auto" is bfloat16 if the device computes in it, else float32. `threads`: CPU threads.
+    `cache_byte_limit`: memory for the keys and values of all slots, in bytes. `int8`: stores weights in 8 bits, which
+    is fast only with `compiled`.
     `compiled`: compiles forwards of few tokens, which takes minutes on CPUs; on CUDA, records them as graphs.
     `trusted`: the directory may run code, see `load_model`.
     Raises `UnusableModel` for a model that does not support rollback.
@@ -54,7 +59,7 @@ class TorchEngine:
 
     def __init__(
         self,
-        source: Path,
+        source: Path | torch.nn.Module,
         *,
         device: str = "auto",
         dtype: str = "auto",
@@ -67,9 +72,14 @@ class TorchEngine:
     ) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
-        self._device = find_device(device)
-        self._dtype = _dtype(dtype, self._device)
-        self._model = load_model(source, self._dtype, trusted).eval()
+        self._model: Any
+        if isinstance(source, Path):
+            self._device = find_device(device)
+            self._dtype = _dtype(dtype, self._device)
+            self._model = load_model(source, self._dtype, trusted).eval()
+        else:
+            self._model = source
+            self._device, self._dtype = self._model.device, self._model.dtype
         self.vocabulary_size = int(self._model.get_output_embeddings().weight.shape[0])
         self._int8 = int8
         self._config = self._model.config.get_text_config()
@@ -81,6 +91,8 @@ class TorchEngine:
         self.slot_count = slot_count
         try:
             self._model.to(self._device)
+            if self._dtype is not torch.float32 and (exact := first_layers(self._model)):
+                TorchEngine(exact, slot_count=2, cache_byte_limit=_PROOF_BYTES)  # raises what its self-test finds
             if int8:
                 quantize(self._model)
             self_test = SelfTest.of(self._model)
