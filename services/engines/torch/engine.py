@@ -91,8 +91,7 @@ class TorchEngine:
         self.slot_count = slot_count
         try:
             self._model.to(self._device)
-            if self._dtype is not torch.float32 and (exact := first_layers(self._model)):
-                TorchEngine(exact, slot_count=2, cache_byte_limit=_PROOF_BYTES)  # raises what its self-test finds
+            self._check_first_layers()
             if int8:
                 quantize(self._model)
             self_test = SelfTest.of(self._model)
@@ -239,6 +238,11 @@ class TorchEngine:
                 return torch.empty(0, self.vocabulary_size)
             table: torch.Tensor = self._logits(*self._tensors(*tokens))
         return table[: len(wanted)]
+
+    def _check_first_layers(self) -> None:
+        """Raises `UnusableModel` if this engine is wrong for the model's first layers in float32."""
+        if self._dtype is not torch.float32 and (copy := first_layers(self._model)):
+            TorchEngine(copy, slot_count=2, cache_byte_limit=_PROOF_BYTES)
 
     def _make_room(self, cache_byte_limit: int) -> None:
         limit = context_limit(self._config)

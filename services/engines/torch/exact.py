@@ -10,8 +10,8 @@ _log = logging.getLogger(__name__)
 
 # With two layers, what the first one does wrong also reaches what attention keeps of earlier tokens.
 _MIN_LAYERS = 2
-# The memory of a copy, in bytes: enough for two layers of a model with 32 billion weights.
-_MAX_BYTES = 4 << 30
+# The memory of a copy, in bytes: enough for two layers of a model with 8 billion weights.
+_MAX_BYTES = 2 << 30
 # Rows of the embeddings and of the output layer, which are the largest parts of small models.
 _VOCABULARY_SIZE = 1024
 
