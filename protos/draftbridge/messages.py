@@ -147,12 +147,12 @@ def generate_request(
         if template_variables is not None:
             if messages is None:
                 raise invalid("template_variables", "template_variables need messages: give both or neither")
-            request.chat.template_variables_json = _json(template_variables)
+            try:
+                request.chat.template_variables_json = _json(template_variables)
+            except (ValueError, TypeError) as error:
+                raise _unfit("template_variables", template_variables, error) from error
         if token_ids is not None:
             request.token_ids.CopyFrom(bridge_pb2.TokenIds(token_ids=token_ids))
-    except UnicodeEncodeError as error:
-        problem = f"a text is not valid UTF-8, or has lone surrogates ({error.reason})"
-        raise invalid("prompt", f"{problem}: send UTF-8 without lone surrogates") from error
     except (ValueError, TypeError, KeyError) as error:
         integers: dict[str, tuple[object, int]] = {
             "top_k": (top_k, 32),
@@ -182,9 +182,8 @@ def generate_request(
             for name, one in given_fields.items():
                 try:
                     message(**{name: one})
-                except (ValueError, TypeError, KeyError):
-                    text = f"{name} has the wrong type or a value that does not fit, got {reprlib.repr(one)}"
-                    raise invalid(name, f"{text}: see draftbridge.messages.generate_request") from error
+                except (ValueError, TypeError, KeyError) as problem:
+                    raise _unfit(name, one, problem) from error
         raise invalid(
             "request", f"a value is missing or has the wrong type ({error}): see draftbridge.messages.generate_request"
         ) from error
@@ -200,15 +199,20 @@ def _constraint(
 ) -> dict[str, Any]:
     """Returns the field of `SamplingParameters` that constrains the text, if there is one."""
     try:
-        given: dict[str, Any] = {
-            "json_schema": json.dumps(json_schema) if isinstance(json_schema, Mapping) else json_schema,
-            "json_object": json_object or None,
-            "regex": regex,
-            "choice": None if choice is None else sampling_pb2.Choice(texts=_strings(choice)),
-            "grammar": grammar,
-        }
+        schema = json.dumps(json_schema) if isinstance(json_schema, Mapping) else json_schema
     except (ValueError, TypeError) as error:
-        raise invalid("json_schema", f"json_schema must hold JSON values, and choice strings ({error})") from error
+        raise _unfit("json_schema", json_schema, error) from error
+    try:
+        texts = None if choice is None else sampling_pb2.Choice(texts=_strings(choice))
+    except (ValueError, TypeError) as error:
+        raise _unfit("choice", choice, error) from error
+    given: dict[str, Any] = {
+        "json_schema": schema,
+        "json_object": json_object or None,
+        "regex": regex,
+        "choice": texts,
+        "grammar": grammar,
+    }
     found = {name: value for name, value in given.items() if value is not None}
     if len(found) > 1:
         raise invalid(next(iter(found)), f"give at most one of {', '.join(given)}, got {' and '.join(found)}")
@@ -222,16 +226,27 @@ def _strings(value: str | Sequence[str]) -> Sequence[str]:
 def _chat(messages: Sequence[Mapping[str, Any]]) -> bridge_pb2.Chat:
     chat = bridge_pb2.Chat()
     for place, message in enumerate(messages):
+        name = f"messages[{place}]"
         try:
             fields = {key: value for key, value in message.items() if key not in ("role", "content")}
+            if message["content"] is None and not fields.get("tool_calls"):
+                raise TypeError("content is None")
             chat.messages.add(role=message["role"], content=message["content"], fields_json=_json(fields))
-        except UnicodeEncodeError:
-            raise
+        except UnicodeEncodeError as error:
+            raise _unfit(name, message, error) from error
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            name = f"messages[{place}]"
             form = 'a mapping with a text as "role", one as "content", and JSON values'
             raise invalid(name, f"{name} must be {form}, got {reprlib.repr(message)} ({error})") from error
     return chat
+
+
+def _unfit(field: str, value: object, error: Exception) -> CallError:
+    """Returns the error of a value that its field cannot hold, given the one that its conversion raised."""
+    if isinstance(error, UnicodeEncodeError):
+        problem = f"{field} is not valid UTF-8, or has lone surrogates ({error.reason})"
+        return invalid(field, f"{problem}: send UTF-8 without lone surrogates")
+    problem = f"{field} has the wrong type or a value that does not fit, got {reprlib.repr(value)}"
+    return invalid(field, f"{problem}: see draftbridge.messages.generate_request")
 
 
 def _json(value: Mapping[str, Any]) -> str:

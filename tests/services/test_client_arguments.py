@@ -33,6 +33,9 @@ CHAT = {"role": "user", "content": "a"}
         ({"stop_token_ids": 5}, "stop_token_ids"),
         ({"logit_bias": 5}, "logit_bias"),
         ({"prompt": None, "token_ids": 5}, "token_ids"),
+        ({"choice": [1]}, "choice"),
+        ({"json_schema": {"const": {1}}}, "json_schema"),
+        ({"prompt": None, "messages": [CHAT], "template_variables": {"x": {1}}}, "template_variables"),
         ({"prompt": None, "token_ids": np.array([1, 2]), "temperature": "warm"}, "temperature"),
     ],
 )
@@ -42,14 +45,39 @@ def test_a_wrong_type_is_named(arguments: dict[str, Any], field: str) -> None:
     assert (caught.value.reason, caught.value.metadata) == ("INVALID_FIELD", {"field": field})
 
 
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({"stop": "\ud800"}, "stop"),
+        ({"regex": "\ud800"}, "regex"),
+        ({"choice": ["a", "\ud800"]}, "choice"),
+        ({"tenant": "\ud800"}, "tenant"),
+        ({"prompt": None, "messages": [CHAT, CHAT | {"content": "\ud800"}]}, "messages[1]"),
+        ({"prompt": None, "messages": [CHAT], "template_variables": {"x": "\ud800"}}, "template_variables"),
+    ],
+)
+def test_a_text_that_is_not_utf_8_is_named(arguments: dict[str, Any], field: str) -> None:
+    with pytest.raises(CallError, match="not valid UTF-8, or has lone surrogates") as caught:
+        generate_request(**{"prompt": "a"} | arguments)
+    assert (caught.value.reason, caught.value.metadata) == ("INVALID_FIELD", {"field": field})
+
+
 @pytest.mark.parametrize("value", [{1}, float("nan"), "\ud800"])
 def test_what_is_not_json_is_not_sent(value: Any) -> None:
     for sent in ({"messages": [CHAT | {"x": value}]}, {"messages": [CHAT], "template_variables": {"x": [value]}}):
-        with pytest.raises(CallError, match=r"JSON|surrogates"):
+        with pytest.raises(CallError, match=r"^(messages\[0\]|template_variables) "):
             generate_request(**sent)
 
 
-@pytest.mark.parametrize("message", ["hi", {"role": "user"}, {"role": "user", "content": [{"type": "text"}]}])
+def test_a_message_has_no_text_only_beside_its_tool_calls() -> None:
+    request = generate_request(messages=[CHAT, {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}])
+    assert [message.content for message in request.chat.messages] == ["a", ""]
+
+
+@pytest.mark.parametrize(
+    "message",
+    ["hi", {"role": "user"}, {"role": "user", "content": [{"type": "text"}]}, {"role": "user", "content": None}],
+)
 def test_a_message_of_another_form_is_named_by_its_place(message: Any) -> None:
     with pytest.raises(CallError, match=r"^messages\[1\] must be a mapping") as caught:
         generate_request(messages=[CHAT, message])
