@@ -1,6 +1,7 @@
 """Commands that start processes or prepare for it: `serve`, `bridge`, `http`, `up`, `pull`, `engines`, `config`."""
 
 import json
+import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -123,7 +124,10 @@ def up(
     ] = None,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Serve the target with this option.")] = False,
 ) -> None:
-    """Run a target, a draft and a bridge as three processes, until stopped with Ctrl-C."""
+    """Run a target, a draft and a bridge as three processes, until stopped with Ctrl-C.
+
+    Ctrl-C leaves running requests 2 seconds, SIGTERM the bridge's grace period, which another signal ends.
+    """
     with importing():
         from services.cli.processes import (
             ServerOptions,
@@ -170,6 +174,9 @@ def up(
             if not stop.asked:
                 ended = next(name for name, process in needed.items() if process.poll() is not None)
                 fail(f"the {ended} has ended {how_ended(needed[ended].returncode)}")
+            if stop.asked is signal.SIGTERM:  # the model servers go on while the bridge lets requests end
+                needed["bridge"].send_signal(signal.SIGTERM)
+                stop.wait(needed.values())
     except KeyboardInterrupt:
         pass
 
