@@ -15,7 +15,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from draftbridge import CallError, Client
+from draftbridge import CallError, Client, Credentials
 from services.cli.app import app
 from services.cli.processes import READY, Announcements, ProcessFailed, draft_threads, fleet, launched
 from services.cli.zoo import running as zoo
@@ -23,6 +23,7 @@ from services.errors import ModelNotFound
 from services.rpc.server import HURRIED_SECONDS
 from services.store.built_in import SUFFIX
 from tests.support.ports import free_address
+from tests.support.secure import ALICE, KEYS
 from tests.support.waiting import held
 
 COMMANDS = ["pull", "serve", "bridge", "up", "generate", "models", "translate", "demo", "version", "doctor", "zoo"]
@@ -334,10 +335,11 @@ def test_up_with_the_draft_that_needs_no_model(tiny_models: tuple[Path, Path], t
     command = [sys.executable, "-m", "services.cli", "up", "--target", str(tiny_models[0]), "--draft", "suffix"]
     command += ["--listen", "127.0.0.1:0", "--dtype", "float32"]
     (file := tmp_path / "draftbridge.toml").write_text(f'[serve]\nmetrics = "{free_address()}"\n')
+    (keys := tmp_path / "keys.toml").write_text(KEYS)
     environment = os.environ | {
         "DRAFTBRIDGE_BRIDGE_HTTP": "127.0.0.1:0", "DRAFTBRIDGE_BRIDGE_SERVICE_CA": "/nowhere.pem",
         "DRAFTBRIDGE_SERVE_TLS_CERTIFICATE": "/nowhere.pem", "DRAFTBRIDGE_SERVE_KEYS": "/nowhere.toml",
-        "DRAFTBRIDGE_CONFIG": str(file),
+        "DRAFTBRIDGE_CONFIG": str(file), "DRAFTBRIDGE_BRIDGE_KEYS": str(keys),
     }  # fmt: skip
     pipe = subprocess.PIPE
     with started(command, stdout=pipe, stderr=pipe, env=environment) as process:
@@ -349,13 +351,16 @@ def test_up_with_the_draft_that_needs_no_model(tiny_models: tuple[Path, Path], t
             if READY in line:
                 break
         assert "draft   suffix at " in output
-        with Client(output.split(READY)[1].strip()) as client:
+        address = output.split(READY)[1].strip()
+        with Client(address, Credentials(token=ALICE)) as client:
             assert client.generate("The quick", max_tokens=5).started.draft == "suffix"
         children = psutil.Process(process.pid).children()
         process.send_signal(signal.SIGINT)
         assert process.wait(120) == 0
         assert len(children) == 3 and not psutil.wait_procs(children, timeout=120)[1]
-        assert "page and OpenAI's protocol: http://" in process.stderr.read(), "its bridge reads the environment"
+        errors = process.stderr.read()
+        assert "page and OpenAI's protocol: http://" in errors, "its bridge reads the environment"
+        assert f"--server {address} --token-file FILE " in errors
 
 
 def test_what_is_measured_has_none_of_the_users_settings(
