@@ -9,6 +9,8 @@ from statistics import median
 from time import perf_counter_ns
 from typing import Any
 
+import grpc
+
 from draftbridge import CallError, Client, Generation
 from draftbridge.security import is_local
 from draftbridge.v1 import bridge_pb2, model_pb2
@@ -22,6 +24,9 @@ _STEEP = 3.0
 _LOW_ACCEPTANCE = 0.4
 _PROMPT = "Write a short Python function that returns the sum of the even numbers in a list, and explain it."
 _TOKENS, _CHAT_TOKENS, _PINGS = 48, 4, 5
+# Why a chat fails in its template.
+_TEMPLATE_REASONS = ("INVALID_FIELD", "UNUSABLE_MODEL", "TEMPLATE_LIMIT_EXCEEDED")
+_LOG = "look at its server's log"
 _CONNECT_SECONDS = 3.0
 
 
@@ -252,9 +257,11 @@ def _pairs(services: Sequence[bridge_pb2.ServiceState], pairs: Sequence[bridge_p
         remedy += ", and give its address to the bridge with --draft"
         yield Finding(Level.SLOW, "pairs", "no draft is configured: only prompt lookup proposes candidates", remedy)
     served = {pair.target for pair in pairs if not pair.refusal}
-    usable = {one.name for one in _usable(services, model_pb2.ROLE_DRAFT)}
+    targets = {one.name for one in _usable(services, model_pb2.ROLE_TARGET)}
+    drafts = {one.name for one in _usable(services, model_pb2.ROLE_DRAFT)}
     for pair in pairs:
-        if not pair.refusal or pair.draft not in usable:  # a draft that cannot be used is a finding by itself
+        # A service that cannot be used is a finding by itself.
+        if not pair.refusal or pair.target not in targets or pair.draft not in drafts:
             continue
         text = f"{pair.draft} is not used beside {pair.target}: {pair.refusal}"
         if pair.target in served:
@@ -278,9 +285,8 @@ def _templates(client: Client, services: Sequence[bridge_pb2.ServiceState]) -> I
             )
             yield Finding(Level.GOOD, "template", f"{model.name} renders a chat with its own template")
         except CallError as error:
-            yield Finding(
-                Level.BROKEN, "template", f"a chat with {model.name} fails: {error}", "fix the model's chat template"
-            )
+            remedy = "fix the model's chat template" if error.reason in _TEMPLATE_REASONS else _LOG
+            yield _failure("template", f"a chat with {model.name}", error, remedy)
 
 
 def _gains(
@@ -291,9 +297,7 @@ def _gains(
         try:
             alone = _run(client, model.name, speculation="off")
         except CallError as error:
-            yield Finding(
-                Level.BROKEN, "generation", f"{model.name} cannot generate: {error}", "look at its server's log"
-            )
+            yield _failure("generation", f"a text of {model.name}", error, _LOG)
             continue
         yield Finding(Level.GOOD, "generation", f"{model.name} alone generates {_speed(alone):.1f} tokens/s")
         for pair in pairs:
@@ -312,7 +316,7 @@ def _judge(client: Client, pair: bridge_pb2.Pair, alone: Generation) -> Iterator
             num_assistant_tokens=4,
         ).finished.speculation  # fmt: skip
     except CallError as error:
-        yield Finding(Level.DEGRADED, "drafts", f"{name} fails: {error}", "look at the log of the draft's server")
+        yield _failure("drafts", name, error, "look at the log of the draft's server", Level.DEGRADED)
         return
     if drafted.text != alone.text and not any(one.finished.speculation.near_ties for one in (alone, drafted)):
         remedy = "this is a bug of an engine: serve the target with --deterministic and report it"
@@ -336,6 +340,14 @@ def _judge(client: Client, pair: bridge_pb2.Pair, alone: Generation) -> Iterator
     else:
         remedy = "run the draft on other cores or a faster engine; `draftbridge zoo measure` compares all pairs"
         yield Finding(Level.SLOW, "drafts", f"{found}: it is not worth it, because it takes too long", remedy)
+
+
+def _failure(check: str, what: str, error: CallError, remedy: str, level: Level = Level.BROKEN) -> Finding:
+    """Returns what a failed generation shows. A server without room for it is busy, not broken."""
+    if error.code is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return Finding(level, check, f"{what} fails: {error}", remedy)
+    remedy = "run this command again when fewer requests run, or raise the limit that is reached"
+    return Finding(Level.DEGRADED, check, f"{what} is not checked: {error}", remedy)
 
 
 def _run(client: Client, target: str, **options: Any) -> Generation:

@@ -127,28 +127,31 @@ def draft_threads() -> int:
 
 
 class StopSignals:
-    """Handles SIGINT and SIGTERM from its construction on: `asked` becomes true when one arrives.
+    """Handles SIGINT and SIGTERM from its construction on: `asked` is the last one that has arrived, None before that.
 
     Until the caller sets `started`, a signal also raises `KeyboardInterrupt`, to interrupt the start. The exception
     alone is not enough: Python drops it if it is raised in a destructor or in a weak reference's callback.
     """
 
     def __init__(self) -> None:
-        self.asked = False
+        self.asked: signal.Signals | None = None
         self.started = False
         self._read_end, self._write_end = os.pipe()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
 
-    def _on_signal(self, *_: object) -> None:
+    def _on_signal(self, number: int, _: object) -> None:
         # A signal handler must not take a lock: the main thread may hold it.
-        self.asked = True
+        self.asked = signal.Signals(number)
         os.write(self._write_end, b"!")
         if not self.started:
             raise KeyboardInterrupt
 
     def wait(self, processes: Iterable["subprocess.Popen[str]"]) -> None:
-        """Returns when a signal has arrived, even before this call, or when one of the processes has ended."""
+        """Returns when a signal has arrived, even before this call, or when one of the processes has ended.
+
+        Each signal ends one wait only.
+        """
 
         def watch(process: "subprocess.Popen[str]") -> None:
             process.wait()
@@ -293,6 +296,7 @@ def launched(
 def stop(process: "subprocess.Popen[str]") -> None:
     """Ends a process with SIGTERM, and with SIGKILL if it has not ended after 10 seconds.
 
+    Its standard input closes first, which leaves running requests 2 seconds, whatever its grace period.
     Its standard output is left to the thread that reads it: to close it here would mean to wait, beyond the reach of
     signals, for that thread's read, which lasts as long as any process has inherited the other end.
     """

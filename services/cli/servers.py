@@ -1,6 +1,7 @@
 """Commands that start processes or prepare for it: `serve`, `bridge`, `http`, `up`, `pull`, `engines`, `config`."""
 
 import json
+import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from draftbridge.security import is_local
 from services.cli.options import CONFIG_HELP
 from services.cli.processes import announce
 from services.cli.terminal import DEFAULT_DRAFT, DEFAULT_TARGET, fail, report
@@ -123,7 +125,10 @@ def up(
     ] = None,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Serve the target with this option.")] = False,
 ) -> None:
-    """Run a target, a draft and a bridge as three processes, until stopped with Ctrl-C."""
+    """Run a target, a draft and a bridge as three processes, until stopped with Ctrl-C.
+
+    Ctrl-C leaves running requests 2 seconds, SIGTERM the bridge's grace period, which another signal ends.
+    """
     with importing():
         from services.cli.processes import (
             ServerOptions,
@@ -138,7 +143,7 @@ def up(
 
     stop = StopSignals()
     try:
-        _check_addresses(listen, http)
+        config = _check_addresses(listen, http)
         drafted = None if draft == "none" else draft
         environment, usual = configured_environment(), {"engine": AUTO}
         of_target = server_options(target, environment, usual, engine=engine, dtype=dtype)
@@ -163,13 +168,16 @@ def up(
             announce(running.bridge)
             if running.http:
                 report(f"page and OpenAI's protocol: {running.http}")
-            report(f'try: draftbridge generate "Once upon a time" --server {running.bridge}    stop: Ctrl-C')
+            report(f"try: {example_call(config, running.bridge)}    stop: Ctrl-C")
             # The bridge continues without its draft.
             needed = {name: process for name, process in running.processes.items() if name != "draft"}
             stop.wait(needed.values())
             if not stop.asked:
                 ended = next(name for name, process in needed.items() if process.poll() is not None)
                 fail(f"the {ended} has ended {how_ended(needed[ended].returncode)}")
+            if stop.asked is signal.SIGTERM:  # the model servers go on while the bridge lets requests end
+                needed["bridge"].send_signal(signal.SIGTERM)
+                stop.wait(needed.values())
     except KeyboardInterrupt:
         pass
 
@@ -178,8 +186,23 @@ def up(
 _EVERYWHERE = frozenset({"", "0.0.0.0", "[::]", "::"})
 
 
-def _check_addresses(listen: str | None, http: str) -> None:
-    """Fails for addresses that the bridge could not use, before models are loaded."""
+def example_call(config: BridgeServerConfig, address: str) -> str:
+    """Returns a command that calls a bridge. Words in capitals stand for what only the user knows."""
+    host, _, port = address.rpartition(":")
+    if host in _EVERYWHERE:  # a certificate may lack the name localhost
+        address = f"{'HOST' if config.tls_certificate else 'localhost'}:{port}"
+    options = {
+        "--ca CA.PEM": config.tls_certificate,
+        "--certificate CLIENT.PEM --key CLIENT.KEY": config.tls_client_ca,
+        "--token-file FILE": config.keys,
+        "--insecure": config.keys and not config.tls_certificate and not is_local(address),
+    }
+    needed = [option for option, condition in options.items() if condition]
+    return " ".join(['draftbridge generate "Once upon a time" --server', address, *needed])
+
+
+def _check_addresses(listen: str | None, http: str) -> BridgeServerConfig:
+    """Returns the bridge's configuration. Fails for addresses that it could not use, before models are loaded."""
     from services.rpc.server import check_free, host_and_port
 
     try:
@@ -199,6 +222,7 @@ def _check_addresses(listen: str | None, http: str) -> None:
                     fail(f"{other} and {name} have the same port {port}: give each its own, or port 0 for a free one")
             if port:
                 taken.append((name, host, port))
+    return config
 
 
 def pull(

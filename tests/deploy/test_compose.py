@@ -38,11 +38,14 @@ def test_the_file_follows_the_specification() -> None:
             checked(wrong)
 
 
-@pytest.mark.parametrize("environment", [{}, {"TARGET": "gemma-3-270m", "TARGET_ENGINE": "openvino"}])
+@pytest.mark.parametrize(
+    "environment", [{}, {"TARGET": "gemma-3-270m", "TARGET_ENGINE": "openvino"}, {"DRAFT": "suffix"}]
+)
 def test_processes_find_each_other(environment: dict[str, str]) -> None:
     found = services(**environment)
     values = {name: parse(one["command"], one["environment"]) for name, one in found.items()}
     assert values["target"]["model"] == environment.get("TARGET", "qwen2.5-coder-1.5b-instruct")
+    assert values["draft"]["model"] == environment.get("DRAFT", "smollm2-135m-instruct")
     for address in (*values["bridge"]["target"], *values["bridge"]["draft"]):
         name, _, port = address.partition(":")
         assert values[name]["listen"] == f"0.0.0.0:{port}"

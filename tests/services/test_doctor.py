@@ -39,6 +39,7 @@ class Deployment:
     """A client of a bridge whose answers a test chooses. `speeds`: tokens per second by draft, "" for none.
 
     `near_ties`: by mode. `hanging`: addresses that do not answer the bridge. `refused`: drafts of refused pairs.
+    `error`: why each generation fails.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Deployment:
         self.near_ties: dict[str, int] = {}
         self.hanging: tuple[str, ...] = ()
         self.refused: tuple[str, ...] = ()
+        self.error: CallError | None = None
 
     def __enter__(self) -> "Deployment":
         return self
@@ -80,6 +82,8 @@ class Deployment:
         ]
 
     def generate(self, prompt: str = "", **options: Any) -> Any:
+        if self.error:
+            raise self.error
         if options.get("messages"):
             raise CallError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", "the template refuses the chat", {})
         assert options["ignore_eos"], "the text might end at once, without a speed"
@@ -124,9 +128,25 @@ def test_it_judges_every_draft_and_sorts_by_importance() -> None:
     assert slow.level is Level.SLOW and "zoo measure" in slow.remedy
     assert find(found, "the connection was lost").level is Level.DEGRADED
     chat = find(found, "a chat with large fails")
-    assert chat.level is Level.BROKEN and found[0] == chat
+    assert chat.level is Level.BROKEN and found[0] == chat and chat.remedy == "fix the model's chat template"
     rare = examined(Deployment(services, {"": 10.0, "slow": 9.0}, accepted=1))
     assert "trained on similar text" in find(rare, "often wrong").remedy
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "level", "remedy"),
+    [
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, "SLOTS_EXHAUSTED", Level.DEGRADED, "again when fewer requests run"),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, "KEY_LIMIT_REACHED", Level.DEGRADED, "again when fewer requests run"),
+        (grpc.StatusCode.INTERNAL, "ENGINE_FAILURE", Level.BROKEN, "look at its server's log"),
+    ],
+)
+def test_the_remedy_follows_from_the_error(code: grpc.StatusCode, reason: str, level: Level, remedy: str) -> None:
+    deployment = Deployment([TARGET], {"": 10.0})
+    deployment.error = CallError(code, reason, "why", {})
+    found = [one for one in examined(deployment) if one.check in ("template", "generation")]
+    assert [(one.level, one.text[-3:]) for one in found] == [(level, "why")] * 2
+    assert all(remedy in one.remedy for one in found)
 
 
 def test_a_draft_without_candidates_is_not_called_wrong() -> None:
@@ -246,6 +266,14 @@ def test_a_pair_that_cannot_be_is_a_finding_only_if_the_target_has_no_other_draf
     alone.refused = ("large",)
     only = find(examined(alone), "large is not used beside large")
     assert only.level is Level.SLOW and "--draft" in only.remedy
+
+
+def test_a_target_that_is_away_is_not_blamed_on_its_draft() -> None:
+    deployment = Deployment([TARGET, service("small", model_pb2.ROLE_DRAFT)], {"": 10.0})
+    deployment.refused = ("small",)
+    assert any(one.check == "pairs" for one in examined(deployment))
+    deployment.hanging = ("large:1",)
+    assert not any(one.check == "pairs" for one in examined(deployment))
 
 
 def test_services_of_one_name_with_different_tokenizers_are_named() -> None:

@@ -17,6 +17,9 @@ from draftbridge import AsyncClient, CallError, Client, Credentials
 from draftbridge.security import open_channel
 from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, model_pb2
 from services.cli.processes import Fleet, ProcessFailed, launched, serve
+from services.cli.servers import example_call
+from services.config import BridgeServerConfig
+from services.config_reading import load
 from tests.support import warm
 from tests.support.certificates import authority, issue
 from tests.support.secure import ALICE, BOB, KEYS, MODEST, OLD, describe, suffix_server
@@ -343,3 +346,24 @@ def test_keys_do_not_share_tenants(secured: Secured) -> None:
             client.generate(PROMPT, max_tokens=8, ignore_eos=True, tenant="same")
             tenants = client.status().ngram_memory.tenant_count
     assert tenants == 2
+
+
+TLS = {"tls_certificate": "a.pem", "tls_key": "a.key"}
+
+
+@pytest.mark.parametrize(
+    ("listen", "settings", "server"),
+    [
+        ("127.0.0.1:1", {}, "127.0.0.1:1"),
+        ("0.0.0.0:1", {"insecure": True}, "localhost:1"),
+        ("[::]:1", TLS | {"keys": "keys.toml"}, "HOST:1 --ca CA.PEM --token-file FILE"),
+        ("a:1", TLS | {"tls_client_ca": "ca.pem"}, "a:1 --ca CA.PEM --certificate CLIENT.PEM --key CLIENT.KEY"),
+        ("127.0.0.1:1", {"keys": "keys.toml"}, "127.0.0.1:1 --token-file FILE"),
+        ("a:1", {"keys": "keys.toml", "insecure": True}, "a:1 --token-file FILE --insecure"),
+    ],
+)
+def test_the_call_that_up_proposes_has_what_its_bridge_asks_for(
+    listen: str, settings: dict[str, object], server: str
+) -> None:
+    config = load(BridgeServerConfig, {"listen": listen, **settings}, environment={}).values
+    assert example_call(config, listen) == f'draftbridge generate "Once upon a time" --server {server}'

@@ -15,13 +15,16 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from draftbridge import Client
+from draftbridge import CallError, Client, Credentials
 from services.cli.app import app
 from services.cli.processes import READY, Announcements, ProcessFailed, draft_threads, fleet, launched
 from services.cli.zoo import running as zoo
 from services.errors import ModelNotFound
+from services.rpc.server import HURRIED_SECONDS
 from services.store.built_in import SUFFIX
 from tests.support.ports import free_address
+from tests.support.secure import ALICE, KEYS
+from tests.support.waiting import held
 
 COMMANDS = ["pull", "serve", "bridge", "up", "generate", "models", "translate", "demo", "version", "doctor", "zoo"]
 
@@ -37,8 +40,8 @@ def started(command: Sequence[str], **options: Any) -> Iterator["subprocess.Pope
 
 
 @pytest.fixture
-def up(tiny_models: tuple[Path, Path]) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
-    """`draftbridge up` on a tiny model with the draft that needs none, ready, and its children."""
+def up(tiny_models: tuple[Path, Path]) -> Iterator[tuple[subprocess.Popen[str], str, list[psutil.Process]]]:
+    """`draftbridge up` on a tiny model with the draft that needs none, ready, and its bridge's address and children."""
     models = ("--target", str(tiny_models[0]), "--draft", "suffix", "--dtype", "float32")
     process = subprocess.Popen(
         [sys.executable, "-m", "services.cli", "up", *models, "--listen", "127.0.0.1:0"],
@@ -51,10 +54,8 @@ def up(tiny_models: tuple[Path, Path]) -> Iterator[tuple[subprocess.Popen[str], 
     assert process.stderr is not None
     reader = threading.Thread(target=process.stderr.read, daemon=True)
     reader.start()
-    for line in process.stdout:
-        if READY in line:
-            break
-    yield process, psutil.Process(process.pid).children()
+    ready = next(line for line in process.stdout if READY in line)
+    yield process, ready.removeprefix(READY).strip(), psutil.Process(process.pid).children()
     process.kill()
     process.wait()
     reader.join(60)
@@ -66,9 +67,9 @@ def up(tiny_models: tuple[Path, Path]) -> Iterator[tuple[subprocess.Popen[str], 
 # `test_up_with_the_draft_that_needs_no_model` sends SIGINT.
 @pytest.mark.parametrize("signal_", [signal.SIGTERM, signal.SIGKILL])
 def test_up_leaves_nothing_behind(
-    up: tuple[subprocess.Popen[str], list[psutil.Process]], signal_: signal.Signals
+    up: tuple[subprocess.Popen[str], str, list[psutil.Process]], signal_: signal.Signals
 ) -> None:
-    process, children = up
+    process, _, children = up
     assert len(children) == 3
     process.send_signal(signal_)
     process.wait(120)
@@ -77,6 +78,28 @@ def test_up_leaves_nothing_behind(
     # A killed process cannot stop them, but their standard input ends.
     _, alive = psutil.wait_procs(children, timeout=120)
     assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE], "children outlived their parent"
+
+
+@pytest.mark.parametrize("signal_", [signal.SIGTERM, signal.SIGINT])
+def test_up_lets_requests_end_after_sigterm_until_another_signal(
+    up: tuple[subprocess.Popen[str], str, list[psutil.Process]], signal_: signal.Signals
+) -> None:
+    process, address, children = up
+    target = next(one for one in children if "target" in one.cmdline())
+    with Client(address) as client:
+        events = client.stream("The quick", max_tokens=200, ignore_eos=True)
+        next(events)
+        with held(target.pid):
+            process.send_signal(signal.SIGTERM)
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(2 * HURRIED_SECONDS)
+            if signal_ is signal.SIGINT:
+                process.send_signal(signal_)
+                with pytest.raises(CallError):
+                    list(events)
+        if signal_ is signal.SIGTERM:
+            assert list(events)[-1].usage.generated_token_count == 200  # type: ignore[union-attr]
+    assert process.wait(120) == 0
 
 
 def test_a_target_that_was_killed_may_have_lacked_memory(tiny_models: tuple[Path, Path]) -> None:
@@ -296,7 +319,7 @@ try:
     signal.raise_signal(signal.SIGTERM)
 except KeyboardInterrupt:
     print("raised")
-stop.asked = False
+stop.asked = None
 Interrupted()  # the exception goes no further than the destructor
 print("asked" if stop.asked else "lost")
 """
@@ -312,10 +335,11 @@ def test_up_with_the_draft_that_needs_no_model(tiny_models: tuple[Path, Path], t
     command = [sys.executable, "-m", "services.cli", "up", "--target", str(tiny_models[0]), "--draft", "suffix"]
     command += ["--listen", "127.0.0.1:0", "--dtype", "float32"]
     (file := tmp_path / "draftbridge.toml").write_text(f'[serve]\nmetrics = "{free_address()}"\n')
+    (keys := tmp_path / "keys.toml").write_text(KEYS)
     environment = os.environ | {
         "DRAFTBRIDGE_BRIDGE_HTTP": "127.0.0.1:0", "DRAFTBRIDGE_BRIDGE_SERVICE_CA": "/nowhere.pem",
         "DRAFTBRIDGE_SERVE_TLS_CERTIFICATE": "/nowhere.pem", "DRAFTBRIDGE_SERVE_KEYS": "/nowhere.toml",
-        "DRAFTBRIDGE_CONFIG": str(file),
+        "DRAFTBRIDGE_CONFIG": str(file), "DRAFTBRIDGE_BRIDGE_KEYS": str(keys),
     }  # fmt: skip
     pipe = subprocess.PIPE
     with started(command, stdout=pipe, stderr=pipe, env=environment) as process:
@@ -327,13 +351,16 @@ def test_up_with_the_draft_that_needs_no_model(tiny_models: tuple[Path, Path], t
             if READY in line:
                 break
         assert "draft   suffix at " in output
-        with Client(output.split(READY)[1].strip()) as client:
+        address = output.split(READY)[1].strip()
+        with Client(address, Credentials(token=ALICE)) as client:
             assert client.generate("The quick", max_tokens=5).started.draft == "suffix"
         children = psutil.Process(process.pid).children()
         process.send_signal(signal.SIGINT)
         assert process.wait(120) == 0
         assert len(children) == 3 and not psutil.wait_procs(children, timeout=120)[1]
-        assert "page and OpenAI's protocol: http://" in process.stderr.read(), "its bridge reads the environment"
+        errors = process.stderr.read()
+        assert "page and OpenAI's protocol: http://" in errors, "its bridge reads the environment"
+        assert f"--server {address} --token-file FILE " in errors
 
 
 def test_what_is_measured_has_none_of_the_users_settings(
