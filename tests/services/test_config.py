@@ -91,6 +91,14 @@ def test_an_error_names_file_line_key_and_remedy(tmp_path: Path, text: str, word
     assert str(path) in str(caught.value)
 
 
+def test_a_process_does_not_start_with_a_misspelt_table(tmp_path: Path) -> None:
+    path = written(tmp_path, "[brigde]\nkeys = 'keys.toml'\n")
+    with pytest.raises(InvalidConfiguration, match=r"line 1: \[brigde\]: unknown table: use \[serve\] or \[bridge\]"):
+        load(BridgeServerConfig, {}, path, {})
+    with pytest.raises(InvalidConfiguration, match=r"\[brigde\]: unknown table"):
+        load(BridgeServerConfig, {}, None, {"DRAFTBRIDGE_CONFIG": str(path)})
+
+
 def test_all_errors_are_told_at_once_and_what_is_missing_with_three_ways_to_give_it() -> None:
     with pytest.raises(InvalidConfiguration) as caught:
         load(ModelServerConfig, {"threads": "many", "queue": "-1"}, None, {})
