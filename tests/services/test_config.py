@@ -72,6 +72,8 @@ def test_the_environment_names_the_file_and_lists_have_commas(tmp_path: Path) ->
         ("[bridge]\nhttp-host = ['http://example.com']\n", r"line 2: \[bridge\] http-host must be names such as"),
         ('[serve]\nname = "a\\nb"\n', r"line 2: \[serve\] name must be at most 256 printable"),
         ("[serve]\nqqq = 1\n", r"line 2: \[serve\] qqq: unknown setting: the settings are tls-certificate, tls-key"),
+        ("[bridge]\nguest-idle = 1e300\n", r"line 2: \[bridge\] guest-idle must be less than or equal to 1000000"),
+        ("[bridge]\nconnect-timeout = 1e10\n", r"line 2: \[bridge\] connect-timeout must be less than .* 86400"),
         ("[bridge]\nguest-idle = inf\n", r"line 2: \[bridge\] guest-idle must be a finite number"),
         ("[serve]\nengine = 'nonsense'\n", r"line 2: \[serve\] engine must be one of auto, .*torch, got 'nonsense'"),
         ("[serve]\ncpu-affinity = 'zz'\n", r"line 2: \[serve\] cpu-affinity must be numbers of cores as 0-7,16"),
