@@ -8,6 +8,7 @@ running calls keep theirs.
 import asyncio
 import ipaddress
 import logging
+import re
 import ssl
 import threading
 import time
@@ -126,7 +127,8 @@ def is_local(address: str) -> bool:
 def is_address(address: object) -> bool:
     """Returns whether a client can call it: HOST:PORT, with a port from 1 to 65535."""
     host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
-    return bool(host) and "/" not in host and port.isdecimal() and 0 < int(port) < 1 << 16
+    # Bytes of a command line that are not UTF-8 become lone surrogates, which gRPC cannot encode.
+    return re.fullmatch(r"[^/\ud800-\udfff]+", host) is not None and port.isdecimal() and 0 < int(port) < 1 << 16
 
 
 def _direct(address: str, options: Options) -> Options:

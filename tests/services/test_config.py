@@ -101,6 +101,12 @@ def test_a_process_does_not_start_with_a_misspelt_table(tmp_path: Path) -> None:
         load(BridgeServerConfig, {}, None, {"DRAFTBRIDGE_CONFIG": str(path)})
 
 
+@pytest.mark.parametrize("address", ["\udcff:1", "unix:\udcff"])
+def test_an_address_is_utf_8(address: str) -> None:
+    with pytest.raises(InvalidConfiguration, match=r"^--target must be .*, got '.*udcff"):
+        load(BridgeServerConfig, {"target": (address,)}, None, {})
+
+
 def test_all_errors_are_told_at_once_and_what_is_missing_with_three_ways_to_give_it() -> None:
     with pytest.raises(InvalidConfiguration) as caught:
         load(ModelServerConfig, {"threads": "many", "queue": "-1"}, None, {})
