@@ -98,7 +98,7 @@ class _Material:
         token = given.token or (_content(given.token_file) or b"").decode(errors="replace").strip()
         if given.token_file is not None and not token:
             raise _invalid(f"the token file {given.token_file} is empty: write the token into it")
-        if not (token.isascii() and token.isprintable()) or " " in token:
+        if not is_token(token):
             raise _invalid("a token consists of printable ASCII characters without spaces")
         metadata = (("authorization", f"Bearer {token}"),) if token else ()
         return cls(_content(given.ca), _content(given.certificate), _content(given.key), metadata)
@@ -122,6 +122,11 @@ def is_local(address: str) -> bool:
     with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host.lower() == "localhost"
+
+
+def is_token(text: str) -> bool:
+    """Returns whether a header can carry the text as a bearer token: printable ASCII characters without spaces."""
+    return text.isascii() and text.isprintable() and " " not in text
 
 
 def is_address(address: object) -> bool:
