@@ -240,7 +240,10 @@ class BridgeServerConfig(ServerConfig):
         description="Let other bridges listen on the same address: the system divides connections among them.",
     )
     connect_timeout: float = Field(
-        10.0, ge=0.1, description="Seconds to wait for the targets. The bridge does not start if none of them answers."
+        10.0,
+        ge=0.1,
+        le=86_400,
+        description="Seconds to wait for the targets. The bridge does not start if none of them answers.",
     )
     service_keepalive: float = Field(
         20.0,
@@ -291,7 +294,7 @@ class BridgeServerConfig(ServerConfig):
         8, ge=0, le=100_000, description="Sequences of guests that a draft proposes for at once; others go without."
     )
     guest_idle: float = Field(
-        600.0, ge=1.0, description="Seconds after which a sequence that its guest has not named ends."
+        600.0, ge=1, le=1e6, description="Seconds after which a sequence that its guest has not named ends."
     )
     http: OptionalListen = Field(
         "", description="HOST:PORT to listen on for HTTP too: OpenAI's protocol, and a page to try it."

@@ -86,12 +86,9 @@ def check(path: Path) -> dict[str, list[str]]:
 
     Raises `InvalidConfiguration` for an unknown table or key, or an invalid value.
     """
-    tables, text = _read(path)
+    tables, _ = _read(path)
     needs: dict[str, list[str]] = {}
     for section in tables:
-        if section not in SECTIONS:
-            place = f"{path}, {line_of(text, section)}[{section}]"
-            raise InvalidConfiguration(f"{place}: unknown table: use {_headers()}")
         kind = SECTIONS[section]
         load(kind, {}, path, {}, partial=True)
         try:
@@ -134,6 +131,9 @@ def _read(path: Path) -> tuple[dict[str, dict[str, Any]], str]:
         if not isinstance(table, dict):
             place = f"{path}, {line_of(text, section)}{section}"
             raise InvalidConfiguration(f"{place} is outside any table: put it under {_headers()}")
+        if section not in SECTIONS:
+            place = f"{path}, {line_of(text, section)}[{section}]"
+            raise InvalidConfiguration(f"{place}: unknown table: use {_headers()}")
     return tables, text
 
 

@@ -9,8 +9,10 @@ from services.engines.registry import engines
 
 # Addresses in gRPC's own syntax.
 _SCHEMES = ("unix:", "unix-abstract:", "vsock:", "dns:", "ipv4:", "ipv6:")
+# What bytes of a command line become that are not UTF-8.
+_SURROGATES = r"\ud800-\udfff"
 # A name, an IPv4 address, or an IPv6 address in brackets.
-_HOST_PART = re.compile(r"[^\s:/\[\]]+|\[[0-9A-Fa-f:.%\w]+\]")
+_HOST_PART = re.compile(rf"[^\s:/\[\]{_SURROGATES}]+|\[[0-9A-Fa-f:.%\w]+\]")
 # A name by which a request may address an HTTP server.
 _HOST = re.compile(r"\*|(\*\.)?[A-Za-z0-9._-]+|\[?[0-9A-Fa-f:]+\]?")
 # The most characters of a model's name.
@@ -33,6 +35,8 @@ def _listen(value: str) -> str:
 def _service(value: str) -> str:
     if not value.startswith(_SCHEMES):
         host_and_port(value)
+    elif re.search(f"[{_SURROGATES}]", value):
+        raise ValueError("an address in valid UTF-8")
     return value
 
 

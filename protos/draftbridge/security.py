@@ -8,6 +8,7 @@ running calls keep theirs.
 import asyncio
 import ipaddress
 import logging
+import re
 import ssl
 import threading
 import time
@@ -97,7 +98,7 @@ class _Material:
         token = given.token or (_content(given.token_file) or b"").decode(errors="replace").strip()
         if given.token_file is not None and not token:
             raise _invalid(f"the token file {given.token_file} is empty: write the token into it")
-        if not (token.isascii() and token.isprintable()) or " " in token:
+        if not is_token(token):
             raise _invalid("a token consists of printable ASCII characters without spaces")
         metadata = (("authorization", f"Bearer {token}"),) if token else ()
         return cls(_content(given.ca), _content(given.certificate), _content(given.key), metadata)
@@ -123,10 +124,16 @@ def is_local(address: str) -> bool:
     return host.lower() == "localhost"
 
 
+def is_token(text: str) -> bool:
+    """Returns whether a header can carry the text as a bearer token: printable ASCII characters without spaces."""
+    return text.isascii() and text.isprintable() and " " not in text
+
+
 def is_address(address: object) -> bool:
     """Returns whether a client can call it: HOST:PORT, with a port from 1 to 65535."""
     host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
-    return bool(host) and "/" not in host and port.isdecimal() and 0 < int(port) < 1 << 16
+    # Bytes of a command line that are not UTF-8 become lone surrogates, which gRPC cannot encode.
+    return re.fullmatch(r"[^/\ud800-\udfff]+", host) is not None and port.isdecimal() and 0 < int(port) < 1 << 16
 
 
 def _direct(address: str, options: Options) -> Options:

@@ -6,8 +6,10 @@ import grpc
 import typer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from bridge.errors import InvalidField
 from draftbridge import CallError, Credentials
 from draftbridge.client import checked_address
+from draftbridge.messages import checked_timeout
 from draftbridge.security import open_channel
 from services.cli.connection import connecting
 from services.cli.terminal import fail
@@ -33,11 +35,17 @@ def health(
 ) -> None:
     """Ask a server whether it can serve: exit status 0 if so, else 1. Needs no token."""
     checked_address(server)
+    limit = checked_timeout(timeout)
+    for name, text in (("--service", service), ("--server-name", server_name)):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise InvalidField(name, "valid UTF-8", "other bytes") from None
     options = [("grpc.ssl_target_name_override", server_name)] if server_name and credentials.encrypted else []
     with open_channel(server, credentials, options) as channel:
         request = health_pb2.HealthCheckRequest(service=service)
         try:
-            answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout)
+            answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=limit)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.NOT_FOUND:
                 fail(f"{server} has no service {service!r}: `draftbridge health {server}` checks the whole server")

@@ -215,7 +215,7 @@ def _check_addresses(listen: str | None, http: str) -> BridgeServerConfig:
     taken: list[tuple[str, str, int]] = []
     for name, address in addresses.items():
         if address:
-            check_free(address)
+            check_free(address, config.share_port and name != "the metrics")
             host, port = host_and_port(name, address)
             for other, other_host, other_port in taken:
                 if port == other_port and (host == other_host or not _EVERYWHERE.isdisjoint((host, other_host))):

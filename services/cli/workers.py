@@ -36,7 +36,7 @@ def run_workers(config: BridgeServerConfig, until_stdin_closes: bool, on_start: 
     # Others that have SO_REUSEPORT, such as macOS, may give one of the workers all connections.
     if sys.platform != "linux":
         raise InvalidField("--workers", "1 on this system, which cannot share a port", config.workers)
-    with closing(_Ports()) as ports:
+    with closing(_Ports(config.share_port)) as ports:
         shared = {"listen": ports.reserve("listen", config.listen), "workers": 1, "share_port": True}
         if config.http:
             shared["http"] = ports.reserve("http", config.http)
@@ -47,9 +47,13 @@ def run_workers(config: BridgeServerConfig, until_stdin_closes: bool, on_start: 
 
 
 class _Ports:
-    """Reserves ports, without listening on them, so that they stay taken while a worker is started again."""
+    """Reserves ports, without listening on them, so that they stay taken while a worker is started again.
 
-    def __init__(self) -> None:
+    `shared`: other bridges may have the ports, too.
+    """
+
+    def __init__(self, shared: bool) -> None:
+        self._shared = shared
         self._sockets: list[socket.socket] = []
 
     def reserve(self, field: str, listen: str) -> str:
@@ -58,9 +62,10 @@ class _Ports:
         bare = host.removeprefix("[").removesuffix("]")
         family = socket.AF_INET6 if ":" in bare else socket.AF_INET
         try:
-            with socket.socket(family) as alone:  # an unrelated process that shares its port must not share ours
-                alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                alone.bind((bare, port))
+            if not self._shared:
+                with socket.socket(family) as alone:  # an unrelated process that shares its port must not share ours
+                    alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    alone.bind((bare, port))
             reserved = socket.socket(family)
             self._sockets.append(reserved)
             reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
+from draftbridge.security import is_token
 from services.config import InvalidConfiguration
 from services.config_reading import allowed, line_of, unknown
 from services.errors import KeyLimitReached, Unauthenticated
@@ -35,17 +36,19 @@ def _matching(pattern: str, meaning: str) -> AfterValidator:
 
 
 def _token(value: SecretStr) -> SecretStr:
-    if len(value) < _MIN_TOKEN_LENGTH:
-        raise ValueError(f"at least {_MIN_TOKEN_LENGTH} characters long")
+    if len(value) < _MIN_TOKEN_LENGTH or not is_token(value.get_secret_value()):
+        raise ValueError(f"at least {_MIN_TOKEN_LENGTH} printable ASCII characters without spaces")
     return value
 
 
 _Name = Annotated[str, _matching(r"[A-Za-z0-9_.-]{1,64}", "a name of 1 to 64 ASCII letters, digits and _.-")]
 _Token = Annotated[SecretStr, AfterValidator(_token)]
 _Sha256 = Annotated[str, _matching(r"[0-9a-f]{64}", "64 digits and letters from a to f")]
+_TIME = "a time with its zone, such as 2030-01-01T00:00:00Z, without quotes"
 # What pydantic's errors of these types leave open.
 _ALLOWED = {
-    "timezone_aware": "a time with its zone, such as 2030-01-01T00:00:00Z",
+    "timezone_aware": _TIME,
+    "datetime_type": _TIME,
     "model_type": "a table, as [NAME]",
 }
 
@@ -53,7 +56,10 @@ _ALLOWED = {
 class _Settings(BaseModel):
     """One table of a keys file."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, alias_generator=lambda name: name.replace("_", "-"))
+    # Strict, because otherwise `true` is a limit of 1, and the number 20300101 a time in 1970.
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, alias_generator=lambda name: name.replace("_", "-")
+    )
 
     token: _Token | None = None
     token_sha256: _Sha256 | None = None

@@ -39,8 +39,11 @@ _SEND_LIMIT_BYTES = 64 << 20
 _UNUSABLE = (errno.EADDRINUSE, errno.EACCES, errno.EADDRNOTAVAIL)
 
 
-def check_free(listen: str) -> None:
-    """Raises `PortTaken` unless a server can listen there: gRPC would also print a line of its own."""
+def check_free(listen: str, shared: bool = False) -> None:
+    """Raises `PortTaken` unless a server can listen there: gRPC would also print a line of its own.
+
+    `shared`: other servers that share their port may listen there, too.
+    """
     host, port = host_and_port("listen", listen)
     try:
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
@@ -51,6 +54,8 @@ def check_free(listen: str) -> None:
         try:
             with socket.socket(family, kind, protocol) as trial:
                 trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if shared:
+                    trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
                 trial.bind(address)
         except OSError as error:
             unusable += error.errno in _UNUSABLE

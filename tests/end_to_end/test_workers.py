@@ -18,12 +18,12 @@ from benchmarks.scripted_service import expected
 from bridge.errors import InvalidField
 from draftbridge import CallError, Client
 from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc
-from services.cli import workers
+from services.cli import servers, workers
 from services.cli.options import as_options
 from services.cli.processes import ProcessFailed, launched
 from services.config import BridgeServerConfig
 from services.config_reading import load
-from services.rpc.server import Stop
+from services.rpc.server import PortTaken, Stop
 from tests.support.waiting import eventually
 
 
@@ -145,6 +145,22 @@ async def test_a_worker_that_is_killed_is_waited_for() -> None:
     await asyncio.wait([task])
     await worker.kill()
     assert worker._process is not None and worker._process.returncode == -signal.SIGKILL
+
+
+def test_workers_and_up_share_the_port_of_another_bridge(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ("--share-port", "--until-stdin-closes")
+    with launched("bridge", "bridge", "--listen", "127.0.0.1:0", *options) as (address, _):
+        with pytest.raises(PortTaken):
+            workers.run_workers(BridgeServerConfig(listen=address, workers=2), True, print)
+        with launched("bridge", "bridge", "--listen", address, "--workers", "2", *options) as (same, _):
+            assert same == address
+        with pytest.raises(PortTaken):
+            servers._check_addresses(address, "")
+        monkeypatch.setenv("DRAFTBRIDGE_BRIDGE_SHARE_PORT", "true")
+        servers._check_addresses(address, "")
+        monkeypatch.setenv("DRAFTBRIDGE_BRIDGE_METRICS", address)  # which no server shares
+        with pytest.raises(PortTaken):
+            servers._check_addresses("127.0.0.1:0", "")
 
 
 def is_bridge(process: psutil.Process) -> bool:

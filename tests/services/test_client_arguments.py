@@ -111,7 +111,9 @@ def test_one_string_stands_for_a_list_of_it() -> None:
     assert list(request.speculation.sources) == ["suffix"] and list(request.drafts) == ["small"]
 
 
-@pytest.mark.parametrize("address", [None, 5, "", "localhost", "http://127.0.0.1:80", "127.0.0.1:99999", "a:0"])
+@pytest.mark.parametrize(
+    "address", [None, 5, "", "localhost", "http://127.0.0.1:80", "127.0.0.1:99999", "a:0", "\udcff:1"]
+)
 def test_what_is_no_address_is_refused(address: Any) -> None:
     with pytest.raises(CallError, match="must be HOST:PORT"):
         Client(address)

@@ -72,6 +72,8 @@ def test_the_environment_names_the_file_and_lists_have_commas(tmp_path: Path) ->
         ("[bridge]\nhttp-host = ['http://example.com']\n", r"line 2: \[bridge\] http-host must be names such as"),
         ('[serve]\nname = "a\\nb"\n', r"line 2: \[serve\] name must be at most 256 printable"),
         ("[serve]\nqqq = 1\n", r"line 2: \[serve\] qqq: unknown setting: the settings are tls-certificate, tls-key"),
+        ("[bridge]\nguest-idle = 1e300\n", r"line 2: \[bridge\] guest-idle must be less than or equal to 1000000"),
+        ("[bridge]\nconnect-timeout = 1e10\n", r"line 2: \[bridge\] connect-timeout must be less than .* 86400"),
         ("[bridge]\nguest-idle = inf\n", r"line 2: \[bridge\] guest-idle must be a finite number"),
         ("[serve]\nengine = 'nonsense'\n", r"line 2: \[serve\] engine must be one of auto, .*torch, got 'nonsense'"),
         ("[serve]\ncpu-affinity = 'zz'\n", r"line 2: \[serve\] cpu-affinity must be numbers of cores as 0-7,16"),
@@ -89,6 +91,20 @@ def test_an_error_names_file_line_key_and_remedy(tmp_path: Path, text: str, word
     with pytest.raises(InvalidConfiguration, match=words) as caught:
         check(path)
     assert str(path) in str(caught.value)
+
+
+def test_a_process_does_not_start_with_a_misspelt_table(tmp_path: Path) -> None:
+    path = written(tmp_path, "[brigde]\nkeys = 'keys.toml'\n")
+    with pytest.raises(InvalidConfiguration, match=r"line 1: \[brigde\]: unknown table: use \[serve\] or \[bridge\]"):
+        load(BridgeServerConfig, {}, path, {})
+    with pytest.raises(InvalidConfiguration, match=r"\[brigde\]: unknown table"):
+        load(BridgeServerConfig, {}, None, {"DRAFTBRIDGE_CONFIG": str(path)})
+
+
+@pytest.mark.parametrize("address", ["\udcff:1", "unix:\udcff"])
+def test_an_address_is_utf_8(address: str) -> None:
+    with pytest.raises(InvalidConfiguration, match=r"^--target must be .*, got '.*udcff"):
+        load(BridgeServerConfig, {"target": (address,)}, None, {})
 
 
 def test_all_errors_are_told_at_once_and_what_is_missing_with_three_ways_to_give_it() -> None:

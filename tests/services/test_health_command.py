@@ -24,6 +24,9 @@ def test_a_server_that_can_serve(tmp_path: Path) -> None:
     with suffix_server("--keys", str(keys)) as address:
         assert health(address) == (0, "SERVING"), "without a token"
         assert health(address, "--service", "draftbridge.v1.DraftService") == (0, "SERVING")
+        assert health(address, "--timeout", "inf") == health(address, "--timeout", "1e30") == (0, "SERVING")
+        for option in ("--service", "--server-name"):
+            assert f"{option} must be valid UTF-8" in health(address, option, "\udcff")[1]
         status, text = health(address, "--service", "draftbridge.v1.TargetService")
         assert status == 1 and "has no service" in text
     status, text = health(address, "--timeout", 0.5)

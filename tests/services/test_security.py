@@ -209,7 +209,10 @@ def test_a_changed_keys_file_is_used_and_an_invalid_one_is_not(
             f'[a]\ntoken = "{ALICE}"\n[b]\ntoken-sha256 = "{sha256(ALICE.encode()).hexdigest()}"\n',
             r"line 3: \[b\] has the same token as \[a\]: give each key a token of its own",
         ),
-        ('[a]\ntoken = "short-secret"\n', r"line 2: \[a\] token must be at least 16 characters long"),
+        *(
+            (f'[a]\ntoken = "{token}"\n', r"line 2: \[a\] token must be at least 16 printable ASCII .* without spaces")
+            for token in ("short-secret", "a-secret with-a-space", "a-secret-with-a-line\\n", "секрет-secret-секрет")
+        ),
         ('[a]\ntoken = ["a-secret-of-some-length"]\n', r"line 2: \[a\] token must be a valid string"),
         ('[a]\ntoken-sha256 = "ABC"\n', r"line 2: \[a\] token-sha256 must be 64 digits and letters from a to f"),
         ('\n[a]\ntokn = "a-secret-of-some-length"\n', r"line 3: \[a\] tokn: unknown setting: did you mean token\?"),
@@ -218,6 +221,17 @@ def test_a_changed_keys_file_is_used_and_an_invalid_one_is_not(
         (
             '[a]\ntoken = "a-secret-of-some-length"\nexpires = 2030-01-01T00:00:00\n',
             r"line 3: \[a\] expires must be a time with its zone, such as 2030-01-01T00:00:00Z",
+        ),
+        *(
+            (
+                f'[a]\ntoken = "a-secret-of-some-length"\nexpires = {time}\n',
+                r"line 3: \[a\] expires must be a time with",
+            )
+            for time in ("20300101", "2030-01-01", '"2030-01-01T00:00:00Z"')
+        ),
+        *(
+            (f'[a]\ntoken = "a-secret-of-some-length"\n{limit} = true\n', rf"\[a\] {limit} must be a valid integer")
+            for limit in ("concurrent-requests", "tokens-per-minute")
         ),
         ('["a b"]\ntoken = "a-secret-of-some-length"\n', r"line 1: \[a b\] must be a name of 1 to 64 ASCII letters"),
         ('a = "a-secret-of-some-length"\n', r"line 1: \[a\] must be a table, as \[NAME\]"),
