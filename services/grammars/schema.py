@@ -182,10 +182,10 @@ def narrow_patterns(schema: Any) -> None:
             part["pattern"] = _narrowed(f"{path}/pattern", part["pattern"])
         if names := part.get("patternProperties"):
             changed = {_narrowed(f"{path}/patternProperties/{_escaped(one)}", one): names[one] for one in names}
-            # Names with U+0000 no longer match, and must not become additional properties, or listed ones only.
-            others = part.get("additionalProperties") is not False or "\0" in "".join(part.get("properties", ()))
-            if changed.keys() != names.keys() and (others or is_referenced or len(changed) < len(names)):
-                needs = "needs additionalProperties false, and no $ref to its schema"
+            # Names with U+0000 no longer match, and must not become listed ones only.
+            is_listed = "\0" in "".join(part.get("properties", ()))
+            if changed.keys() != names.keys() and (is_listed or is_referenced or len(changed) < len(names)):
+                needs = "needs names in properties without U+0000, and no $ref to its schema"
                 raise UnsupportedPart(f'at {path}/patternProperties: a class without " or \\ {needs}')
             part["patternProperties"] = changed
 
@@ -324,6 +324,9 @@ def _check_part(path: str, part: dict[str, Any]) -> None:
         raise UnsupportedPart(f"at {path}/format: Unknown format: {part['format']}")
     if "prefixItems" in part and ("additionalItems" in part or isinstance(part.get("items"), list)):
         raise UnsupportedPart(f'at {path}: beside "prefixItems", only "items" with one schema is supported')
+    # The library matches patterns against additional names as they are spelled: there, "\u0078" does not match "^x".
+    if part.get("patternProperties") and part.get("additionalProperties") is not False:
+        raise UnsupportedPart(f"at {path}/patternProperties: it needs additionalProperties false")
     # The library counts keys, and a key that `properties` does not list may come twice.
     listed = part.get("additionalProperties") is False and not part.get("patternProperties")
     if not listed and part.get("minProperties", 0) > max(1, len(set(part.get("required", [])))):

@@ -228,7 +228,8 @@ def test_no_escape_stands_for_a_character_that_a_pattern_excludes(form: str) -> 
         assert allowed <= matching and matching - allowed <= {"\0"}, pattern
 
 
-NAMES_WITHOUT_QUOTES = {"type": "object", "patternProperties": {'^[^"]+$': {"type": "null"}}}
+NAMES_WITHOUT_QUOTES = {"patternProperties": {'^[^"]+$': {"type": "null"}}, "additionalProperties": False}
+INTEGERS_BY_NAME = {"patternProperties": {"^x": {"type": "integer"}}, "additionalProperties": False}
 
 
 @pytest.mark.parametrize(
@@ -239,7 +240,8 @@ NAMES_WITHOUT_QUOTES = {"type": "object", "patternProperties": {'^[^"]+$': {"typ
         ({"pattern": r'^[^"\\]+$', "maxLength": 2}, [r'"\n\t"'], [r'"\""', r'"\\"', r'"\n\n\n"']),
         ({"pattern": '[^"]'}, [r'"\"a"', r'"\u0000a"'], [r'"\"\""']),
         ({"format": "time", "pattern": '^[^"]*$'}, ['"23:59:59Z"'], []),
-        (NAMES_WITHOUT_QUOTES | {"additionalProperties": False}, [r'{"\\\n": null}'], [r'{"\"": null}']),
+        (NAMES_WITHOUT_QUOTES, [r'{"\\\n": null}'], [r'{"\"": null}']),
+        (INTEGERS_BY_NAME, ['{"xy": 1}'], [r'{"\u0078\u0079": "s"}', r'{"\u0078y": 1}']),
         ({"properties": {"a": {"pattern": '^[^"]$'}}}, [r'{"a": "\n"}'], [r'{"a": "\""}']),
     ],
 )

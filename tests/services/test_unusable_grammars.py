@@ -69,7 +69,7 @@ SCHEMAS = [
         r"at #/properties/b/properties/c: Unsatisfiable",
     ),
     ({"properties": {"a": 5}}, r"at #/properties/a: schema must be an object"),
-    ({"patternProperties": {"(": {}}}, r"at #: regex parse error"),
+    ({"patternProperties": {"(": {}}, "additionalProperties": False}, r"at #: regex parse error"),
     (
         {"properties": {f"{place:04}": {"pattern": "(" * (place == 377)} for place in range(500)}},
         r"at #/properties/0377",
@@ -104,7 +104,15 @@ SCHEMAS = [
     ({"items": {"pattern": "(?ix)a b"}}, r"at #/items/pattern: the flag x is not supported: write"),
     ({"pattern": '^[^"(]('}, r'at #: regex parse error: \^\[\^"\(\]\( .*unclosed group'),
     ({"pattern": "[" * 248 + '^"' + "]" * 248}, r"at #/pattern: its classes are too complex: write simpler ones"),
-    ({"items": {"patternProperties": {'[^"]': {}}}}, r"at #/items/patternProperties: a class without \" or \\ needs"),
+    (
+        {"items": {"patternProperties": {"^x": {}}}},
+        r"at #/items/patternProperties: it needs additionalProperties false",
+    ),
+    ({"patternProperties": {"^x": {}}, "additionalProperties": {"type": "null"}}, r"at #/patternProperties: it needs"),
+    (
+        {"patternProperties": {'[^"]': {}}, "additionalProperties": False, "properties": {"\0": {}}},
+        r"at #/patternProperties: a class without .*names in properties without U\+0000",
+    ),
     (
         {
             "patternProperties": {'[^"]': {}},
