@@ -26,7 +26,7 @@ _OTHERS = frozenset(("$ref", "const", "enum", "type", "required", "pattern", "fo
 _SHAPES: tuple[tuple[frozenset[str], type | tuple[type, ...], str], ...] = (
     (_MAPPINGS, dict, "an object"),
     (_CHOICES | {"required", "enum"}, list, "an array"),
-    (_COUNTS, (int, float), "a number"),
+    (_BOUNDS | _COUNTS, (int, float), "a number"),
     (frozenset(("$ref", "pattern", "format")), str, "a string"),
     (frozenset(("type",)), (str, list), "a type"),
 )
@@ -262,13 +262,12 @@ def _check_exclusive_bounds(parts: dict[str, Any], groups: dict[str, str]) -> No
     found = [(path, part) for path, part in parts.items() if isinstance(part, dict)]
     limits: dict[str, list[tuple[str, float]]] = {}
     for path, part in found:
-        for name, value in part.items():
-            if name in _BOUNDS and isinstance(value, int | float):
-                limits.setdefault(groups[path], []).append((name, value))
+        for name in _BOUNDS & part.keys():
+            limits.setdefault(groups[path], []).append((name, part[name]))
     for path, part in found:
         for key, opposite, sign in (("exclusiveMinimum", "aximum", 1), ("exclusiveMaximum", "inimum", -1)):
             bound = part.get(key)
-            if part.get("type") == "integer" or not isinstance(bound, int | float) or bound % 1:
+            if part.get("type") == "integer" or bound is None or bound % 1:
                 continue
             if any(name.endswith(opposite) and 0 <= sign * (one - bound) < 1 for name, one in limits[groups[path]]):
                 raise UnsupportedPart(f"at {path}/{key}: less than 1 from the other bound, it must be inclusive")
@@ -313,8 +312,10 @@ def _check_part(path: str, part: dict[str, Any]) -> None:
         ):
             raise UnsupportedPart(f"at {path}/{key}: {_TOO_LARGE}")
         for keys, shape, name in _SHAPES:
-            if key in keys and not isinstance(value, shape):
+            if key in keys and (not isinstance(value, shape) or isinstance(value, bool)):
                 raise UnsupportedPart(f"at {path}/{key}: it is not {name}")
+    if part.get("multipleOf", 1) <= 0:
+        raise UnsupportedPart(f"at {path}/multipleOf: it is not above 0")
     if not all(isinstance(name, str) for name in part.get("required", [])):
         raise UnsupportedPart(f"at {path}/required: it contains something else than strings")
     for one in _list(part.get("type", [])):

@@ -33,6 +33,8 @@ SCHEMAS = [
     ({"prefixItems": [{"type": "integer"}], "items": [{"type": "string"}]}, r'at #: beside "prefixItems"'),
     ({"items": {"enum": ["a", {"id": 2**53 + 1}]}}, r"at #/items/enum: an integer exceeds 2\^53"),
     ({"const": -(2**70)}, r"at #/const: an integer exceeds 2\^53"),
+    ({"type": "integer", "minimum": 3, "exclusiveMinimum": True}, r"at #/exclusiveMinimum: it is not a number"),
+    ({"items": {"multipleOf": -2}}, r"at #/items/multipleOf: it is not above 0"),
     ({"type": "integer", "minimum": 2**65 + 1}, r"at #/minimum: an integer exceeds 2\^53"),
     ({"type": "integer", "minimum": 1e20, "maximum": 1e21}, r"at #/minimum: an integer exceeds 2\^53"),
     ({"items": {"maximum": -1e20}}, r"at #/items/maximum: an integer exceeds 2\^53"),
