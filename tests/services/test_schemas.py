@@ -120,6 +120,8 @@ CLASSES: list[str | tuple[str, str]] = [
     ("[^[:punct:]]", r"[^!-/:-@\[-`{-~]"), (r'[[^"]&&[^\x00-\x1f]]', r'[^"\x00-\x1f]'), (r"\p{Cc}", r"[\x00-\x1f\x7f]"),
     (r"\x{0}|[\x01-!]", r"[\x00-!]"), ('[[^"]--[b]]', '[^"b]'), ('[]"[^\\\\]]', r"[^\\]"),
 ]  # fmt: skip
+# A host name of the greatest length, 253 characters.
+LONG_NAME = ".".join(["0" * 62] * 4) + ".0"
 
 
 @settings(max_examples=examples(60))
@@ -173,10 +175,14 @@ def test_an_object_without_a_possible_property_is_refused_wherever_it_is(schema:
         ("date", ["2000-02-29", "2020-02-29", "2021-02-28", "2021-10-31"], ["1900-02-29", "2021-02-29", "2021-04-31"]),
         ("time", ["23:59:59Z", "00:00:00.5+01:00"], ["22:59:60Z", "24:00:00Z"]),
         ("date-time", ["2020-02-29T23:59:59Z"], ["2021-02-29T23:59:59Z", "2020-02-29T22:59:60Z"]),
+        ("hostname", [LONG_NAME], [LONG_NAME + "0", "0" * 64]),
+        ("email", [f"{'0' * 64}@{LONG_NAME}"], [f"{'0' * 65}@{LONG_NAME}", f"a@{LONG_NAME}0"]),
     ],
 )
 @pytest.mark.parametrize("own", [{}, {"pattern": "[0-9]"}], ids=["", "with a pattern"])
-def test_dates_and_times_exist(format_: str, right: list[str], wrong: list[str], own: dict[str, str]) -> None:
+def test_a_format_holds_where_the_library_allows_more(
+    format_: str, right: list[str], wrong: list[str], own: dict[str, str]
+) -> None:
     schema = json.dumps({"type": "string", "format": format_, **own})
     inside = Grammar(GrammarKind.LARK, f"start: %json {schema}")
     for grammar in (Grammar(GrammarKind.JSON_SCHEMA, schema), inside):

@@ -70,6 +70,10 @@ SCHEMAS = [
         },
         r"at #/properties/b/properties/c: Unsatisfiable",
     ),
+    (
+        {"type": "array", "minItems": 1, "items": {"type": "string", "format": "date", "enum": ["2021-02-29"]}},
+        r"at #/items: Unsatisfiable",
+    ),
     ({"properties": {"a": 5}}, r"at #/properties/a: schema must be an object"),
     ({"patternProperties": {"(": {}}, "additionalProperties": False}, r"at #: regex parse error"),
     (
