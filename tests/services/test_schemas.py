@@ -255,3 +255,16 @@ def test_a_pattern_holds_wherever_it_is(schema: dict[str, Any], right: list[str]
     schema = {"type": "object" if "{" in right[0] else "string"} | schema
     for grammar in (support.schema(schema), Grammar(GrammarKind.LARK, f"start: %json {json.dumps(schema)}")):
         assert _allowed(grammar, right + wrong) == right
+
+
+@pytest.mark.parametrize(
+    ("pattern", "in_schema", "in_regex"),
+    [(r"\w", "a1", "aé1٣"), (r"\W", "é٣ ", " "), (r"\d", "1", "1٣"), (r"\D", "aé٣ ", "aé "), (r"[^\W\d]", "a", "aé")],
+)
+def test_classes_of_characters_are_ascii_in_schemas_and_unicode_in_regular_expressions(
+    pattern: str, in_schema: str, in_regex: str
+) -> None:
+    texts = list("aé1٣ ")
+    schema = support.schema({"type": "string", "pattern": f"^{pattern}$"})
+    assert _allowed(schema, [f'"{one}"' for one in texts]) == [f'"{one}"' for one in in_schema]
+    assert _allowed(Grammar(GrammarKind.REGEX, pattern), texts) == list(in_regex)
