@@ -90,6 +90,7 @@ def _refused_at(tokenizer: LLTokenizer, grammar: Grammar, reason: str) -> Invali
 
     schema = json.loads(grammar.text)
     narrow_patterns(schema)
+    complete_formats(schema)
     path, reason = refused_part(schema, refusal)
     return refused(grammar, reason, f" at {path}")
 

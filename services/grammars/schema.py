@@ -26,7 +26,7 @@ _OTHERS = frozenset(("$ref", "const", "enum", "type", "required", "pattern", "fo
 _SHAPES: tuple[tuple[frozenset[str], type | tuple[type, ...], str], ...] = (
     (_MAPPINGS, dict, "an object"),
     (_CHOICES | {"required", "enum"}, list, "an array"),
-    (_COUNTS, (int, float), "a number"),
+    (_BOUNDS | _COUNTS, (int, float), "a number"),
     (frozenset(("$ref", "pattern", "format")), str, "a string"),
     (frozenset(("type",)), (str, list), "a type"),
 )
@@ -46,7 +46,7 @@ _SEPARATORS = {
     "key_separator": re.compile(r"[ \t\r\n]*:[ \t\r\n]*"),
 }
 # What the library leaves out of formats, as patterns: 29 February is in leap years only, and a leap second at few times
-# (not generated at all).
+# (not generated at all); a host name has at most 253 characters (RFC 1035), the local part of an address 64 (RFC 5321).
 _LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
 _DATE = f"(?:[0-9]{{4}}-(?:(?:0[13-9]|1[0-2])-|02-(?:[01]|2[0-8]))|{_LEAP_YEAR}-02-29)"
 _TIME = "[0-9]{2}:[0-9]{2}:[0-5]"
@@ -54,6 +54,8 @@ _COMPLETIONS = {
     "date": f"^{_DATE}",
     "time": f"^{_TIME}",
     "date-time": f"^{_DATE}[0-9]*[Tt]{_TIME}",
+    "hostname": "^[!-~]{1,253}$",
+    "email": "^[!-?A-~]{1,64}@[!-~]{1,253}$",
 }
 # Finding the part that the library refuses ends after so much processor time.
 _FINDING_SECONDS = 0.3
@@ -182,10 +184,10 @@ def narrow_patterns(schema: Any) -> None:
             part["pattern"] = _narrowed(f"{path}/pattern", part["pattern"])
         if names := part.get("patternProperties"):
             changed = {_narrowed(f"{path}/patternProperties/{_escaped(one)}", one): names[one] for one in names}
-            # Names with U+0000 no longer match, and must not become additional properties, or listed ones only.
-            others = part.get("additionalProperties") is not False or "\0" in "".join(part.get("properties", ()))
-            if changed.keys() != names.keys() and (others or is_referenced or len(changed) < len(names)):
-                needs = "needs additionalProperties false, and no $ref to its schema"
+            # Names with U+0000 no longer match, and must not become listed ones only.
+            is_listed = "\0" in "".join(part.get("properties", ()))
+            if changed.keys() != names.keys() and (is_listed or is_referenced or len(changed) < len(names)):
+                needs = "needs names in properties without U+0000, and no $ref to its schema"
                 raise UnsupportedPart(f'at {path}/patternProperties: a class without " or \\ {needs}')
             part["patternProperties"] = changed
 
@@ -262,13 +264,12 @@ def _check_exclusive_bounds(parts: dict[str, Any], groups: dict[str, str]) -> No
     found = [(path, part) for path, part in parts.items() if isinstance(part, dict)]
     limits: dict[str, list[tuple[str, float]]] = {}
     for path, part in found:
-        for name, value in part.items():
-            if name in _BOUNDS and isinstance(value, int | float):
-                limits.setdefault(groups[path], []).append((name, value))
+        for name in _BOUNDS & part.keys():
+            limits.setdefault(groups[path], []).append((name, part[name]))
     for path, part in found:
         for key, opposite, sign in (("exclusiveMinimum", "aximum", 1), ("exclusiveMaximum", "inimum", -1)):
             bound = part.get(key)
-            if part.get("type") == "integer" or not isinstance(bound, int | float) or bound % 1:
+            if part.get("type") == "integer" or bound is None or bound % 1:
                 continue
             if any(name.endswith(opposite) and 0 <= sign * (one - bound) < 1 for name, one in limits[groups[path]]):
                 raise UnsupportedPart(f"at {path}/{key}: less than 1 from the other bound, it must be inclusive")
@@ -313,8 +314,10 @@ def _check_part(path: str, part: dict[str, Any]) -> None:
         ):
             raise UnsupportedPart(f"at {path}/{key}: {_TOO_LARGE}")
         for keys, shape, name in _SHAPES:
-            if key in keys and not isinstance(value, shape):
+            if key in keys and (not isinstance(value, shape) or isinstance(value, bool)):
                 raise UnsupportedPart(f"at {path}/{key}: it is not {name}")
+    if part.get("multipleOf", 1) <= 0:
+        raise UnsupportedPart(f"at {path}/multipleOf: it is not above 0")
     if not all(isinstance(name, str) for name in part.get("required", [])):
         raise UnsupportedPart(f"at {path}/required: it contains something else than strings")
     for one in _list(part.get("type", [])):
@@ -324,6 +327,9 @@ def _check_part(path: str, part: dict[str, Any]) -> None:
         raise UnsupportedPart(f"at {path}/format: Unknown format: {part['format']}")
     if "prefixItems" in part and ("additionalItems" in part or isinstance(part.get("items"), list)):
         raise UnsupportedPart(f'at {path}: beside "prefixItems", only "items" with one schema is supported')
+    # The library matches patterns against additional names as they are spelled: there, "\u0078" does not match "^x".
+    if part.get("patternProperties") and part.get("additionalProperties") is not False:
+        raise UnsupportedPart(f"at {path}/patternProperties: it needs additionalProperties false")
     # The library counts keys, and a key that `properties` does not list may come twice.
     listed = part.get("additionalProperties") is False and not part.get("patternProperties")
     if not listed and part.get("minProperties", 0) > max(1, len(set(part.get("required", [])))):

@@ -120,6 +120,8 @@ CLASSES: list[str | tuple[str, str]] = [
     ("[^[:punct:]]", r"[^!-/:-@\[-`{-~]"), (r'[[^"]&&[^\x00-\x1f]]', r'[^"\x00-\x1f]'), (r"\p{Cc}", r"[\x00-\x1f\x7f]"),
     (r"\x{0}|[\x01-!]", r"[\x00-!]"), ('[[^"]--[b]]', '[^"b]'), ('[]"[^\\\\]]', r"[^\\]"),
 ]  # fmt: skip
+# A host name of the greatest length, 253 characters.
+LONG_NAME = ".".join(["0" * 62] * 4) + ".0"
 
 
 @settings(max_examples=examples(60))
@@ -173,10 +175,14 @@ def test_an_object_without_a_possible_property_is_refused_wherever_it_is(schema:
         ("date", ["2000-02-29", "2020-02-29", "2021-02-28", "2021-10-31"], ["1900-02-29", "2021-02-29", "2021-04-31"]),
         ("time", ["23:59:59Z", "00:00:00.5+01:00"], ["22:59:60Z", "24:00:00Z"]),
         ("date-time", ["2020-02-29T23:59:59Z"], ["2021-02-29T23:59:59Z", "2020-02-29T22:59:60Z"]),
+        ("hostname", [LONG_NAME], [LONG_NAME + "0", "0" * 64]),
+        ("email", [f"{'0' * 64}@{LONG_NAME}"], [f"{'0' * 65}@{LONG_NAME}", f"a@{LONG_NAME}0"]),
     ],
 )
 @pytest.mark.parametrize("own", [{}, {"pattern": "[0-9]"}], ids=["", "with a pattern"])
-def test_dates_and_times_exist(format_: str, right: list[str], wrong: list[str], own: dict[str, str]) -> None:
+def test_a_format_holds_where_the_library_allows_more(
+    format_: str, right: list[str], wrong: list[str], own: dict[str, str]
+) -> None:
     schema = json.dumps({"type": "string", "format": format_, **own})
     inside = Grammar(GrammarKind.LARK, f"start: %json {schema}")
     for grammar in (Grammar(GrammarKind.JSON_SCHEMA, schema), inside):
@@ -228,7 +234,8 @@ def test_no_escape_stands_for_a_character_that_a_pattern_excludes(form: str) -> 
         assert allowed <= matching and matching - allowed <= {"\0"}, pattern
 
 
-NAMES_WITHOUT_QUOTES = {"type": "object", "patternProperties": {'^[^"]+$': {"type": "null"}}}
+NAMES_WITHOUT_QUOTES = {"patternProperties": {'^[^"]+$': {"type": "null"}}, "additionalProperties": False}
+INTEGERS_BY_NAME = {"patternProperties": {"^x": {"type": "integer"}}, "additionalProperties": False}
 
 
 @pytest.mark.parametrize(
@@ -239,7 +246,8 @@ NAMES_WITHOUT_QUOTES = {"type": "object", "patternProperties": {'^[^"]+$': {"typ
         ({"pattern": r'^[^"\\]+$', "maxLength": 2}, [r'"\n\t"'], [r'"\""', r'"\\"', r'"\n\n\n"']),
         ({"pattern": '[^"]'}, [r'"\"a"', r'"\u0000a"'], [r'"\"\""']),
         ({"format": "time", "pattern": '^[^"]*$'}, ['"23:59:59Z"'], []),
-        (NAMES_WITHOUT_QUOTES | {"additionalProperties": False}, [r'{"\\\n": null}'], [r'{"\"": null}']),
+        (NAMES_WITHOUT_QUOTES, [r'{"\\\n": null}'], [r'{"\"": null}']),
+        (INTEGERS_BY_NAME, ['{"xy": 1}'], [r'{"\u0078\u0079": "s"}', r'{"\u0078y": 1}']),
         ({"properties": {"a": {"pattern": '^[^"]$'}}}, [r'{"a": "\n"}'], [r'{"a": "\""}']),
     ],
 )
@@ -247,3 +255,16 @@ def test_a_pattern_holds_wherever_it_is(schema: dict[str, Any], right: list[str]
     schema = {"type": "object" if "{" in right[0] else "string"} | schema
     for grammar in (support.schema(schema), Grammar(GrammarKind.LARK, f"start: %json {json.dumps(schema)}")):
         assert _allowed(grammar, right + wrong) == right
+
+
+@pytest.mark.parametrize(
+    ("pattern", "in_schema", "in_regex"),
+    [(r"\w", "a1", "aé1٣"), (r"\W", "é٣ ", " "), (r"\d", "1", "1٣"), (r"\D", "aé٣ ", "aé "), (r"[^\W\d]", "a", "aé")],
+)
+def test_classes_of_characters_are_ascii_in_schemas_and_unicode_in_regular_expressions(
+    pattern: str, in_schema: str, in_regex: str
+) -> None:
+    texts = list("aé1٣ ")
+    schema = support.schema({"type": "string", "pattern": f"^{pattern}$"})
+    assert _allowed(schema, [f'"{one}"' for one in texts]) == [f'"{one}"' for one in in_schema]
+    assert _allowed(Grammar(GrammarKind.REGEX, pattern), texts) == list(in_regex)

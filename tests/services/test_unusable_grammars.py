@@ -33,6 +33,8 @@ SCHEMAS = [
     ({"prefixItems": [{"type": "integer"}], "items": [{"type": "string"}]}, r'at #: beside "prefixItems"'),
     ({"items": {"enum": ["a", {"id": 2**53 + 1}]}}, r"at #/items/enum: an integer exceeds 2\^53"),
     ({"const": -(2**70)}, r"at #/const: an integer exceeds 2\^53"),
+    ({"type": "integer", "minimum": 3, "exclusiveMinimum": True}, r"at #/exclusiveMinimum: it is not a number"),
+    ({"items": {"multipleOf": -2}}, r"at #/items/multipleOf: it is not above 0"),
     ({"type": "integer", "minimum": 2**65 + 1}, r"at #/minimum: an integer exceeds 2\^53"),
     ({"type": "integer", "minimum": 1e20, "maximum": 1e21}, r"at #/minimum: an integer exceeds 2\^53"),
     ({"items": {"maximum": -1e20}}, r"at #/items/maximum: an integer exceeds 2\^53"),
@@ -68,8 +70,12 @@ SCHEMAS = [
         },
         r"at #/properties/b/properties/c: Unsatisfiable",
     ),
+    (
+        {"type": "array", "minItems": 1, "items": {"type": "string", "format": "date", "enum": ["2021-02-29"]}},
+        r"at #/items: Unsatisfiable",
+    ),
     ({"properties": {"a": 5}}, r"at #/properties/a: schema must be an object"),
-    ({"patternProperties": {"(": {}}}, r"at #: regex parse error"),
+    ({"patternProperties": {"(": {}}, "additionalProperties": False}, r"at #: regex parse error"),
     (
         {"properties": {f"{place:04}": {"pattern": "(" * (place == 377)} for place in range(500)}},
         r"at #/properties/0377",
@@ -104,7 +110,15 @@ SCHEMAS = [
     ({"items": {"pattern": "(?ix)a b"}}, r"at #/items/pattern: the flag x is not supported: write"),
     ({"pattern": '^[^"(]('}, r'at #: regex parse error: \^\[\^"\(\]\( .*unclosed group'),
     ({"pattern": "[" * 248 + '^"' + "]" * 248}, r"at #/pattern: its classes are too complex: write simpler ones"),
-    ({"items": {"patternProperties": {'[^"]': {}}}}, r"at #/items/patternProperties: a class without \" or \\ needs"),
+    (
+        {"items": {"patternProperties": {"^x": {}}}},
+        r"at #/items/patternProperties: it needs additionalProperties false",
+    ),
+    ({"patternProperties": {"^x": {}}, "additionalProperties": {"type": "null"}}, r"at #/patternProperties: it needs"),
+    (
+        {"patternProperties": {'[^"]': {}}, "additionalProperties": False, "properties": {"\0": {}}},
+        r"at #/patternProperties: a class without .*names in properties without U\+0000",
+    ),
     (
         {
             "patternProperties": {'[^"]': {}},
