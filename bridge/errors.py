@@ -80,7 +80,7 @@ class MaxTokensTooLarge(InvalidRequest, reason="MAX_TOKENS_TOO_LARGE"):
     def __init__(self, max_tokens: int, prompt: int, context: int, model: str) -> None:
         super().__init__(
             f"max_tokens {max_tokens} does not fit after {prompt} prompt tokens in {model}'s context of "
-            f"{context} tokens: request at most {context - prompt}, or leave max_tokens unset",
+            f"{context} tokens: request at most {context - prompt}",
             max_tokens=max_tokens,
             prompt_token_count=prompt,
             context_length=context,

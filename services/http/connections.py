@@ -8,6 +8,7 @@ import logging
 import re
 import socket
 from asyncio.events import TimerHandle
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
@@ -129,7 +130,7 @@ class Connection(HttpToolsProtocol):
             if refused:
                 self._end()
             else:
-                self._refuse(431, f"the head of a request may have at most {_MAX_HEAD_BYTES} bytes: shorten it")
+                self._refuse_head()
 
     def _with_whole_head(self, data: bytes) -> bytes:
         """Returns what the parser is to read now: nothing until a head is complete, and no offer of a protocol."""
@@ -152,10 +153,15 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """Ends the timer."""
+        """Ends the timer, and refuses a head that is too large although it arrived at once."""
         self._end_head()
+        if self._head_byte_count() > _MAX_HEAD_BYTES:
+            self._refuse_head()
+            raise ValueError("the head is too large")  # ends the parser, which starts no request
         self._expects_body = True
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            self.cycle.send = partial(_send_without_chunks, self.cycle, self.cycle.send)  # type: ignore[method-assign]
         self._unanswered = [one for one in (*self._unanswered, self.cycle) if not one.response_complete]
         if len(self._unanswered) > _MAX_PIPELINED:
             self.transport.abort()
@@ -166,6 +172,13 @@ class Connection(HttpToolsProtocol):
             asyncio.Transport,
             SimpleNamespace(write=self.transport.write, is_closing=self.transport.is_closing, close=close),
         )
+
+    def _head_byte_count(self) -> int:
+        lines = sum(len(name) + len(value) + len(": \r\n") for name, value in self.headers)
+        return len(self.parser.get_method()) + len(self.url) + len("  HTTP/1.1\r\n\r\n") + lines
+
+    def _refuse_head(self) -> None:
+        self._refuse(431, f"the head of a request may have at most {_MAX_HEAD_BYTES} bytes: shorten it")
 
     def _close(self, cycle: RequestResponseCycle) -> None:
         """Closes the connection after a request that is its last one, but reads and ignores the rest of a refused body.
@@ -258,3 +271,13 @@ class Connection(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+
+async def _send_without_chunks(
+    cycle: RequestResponseCycle, send: Callable[[Any], Awaitable[None]], message: Any
+) -> None:
+    """Sends a part of an answer to a client of HTTP/1.0, which knows no chunks: the connection ends with the answer."""
+    cycle.chunked_encoding = False
+    if message["type"] == "http.response.body":
+        cycle.expected_content_length = len(message.get("body", b""))  # uvicorn would refuse a part of unknown length
+    await send(message)

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from bridge.errors import DraftBridgeError, InvalidField, InvalidGrammar, InvalidRequest, Unreachable
 from services.errors import Exhausted, GrammarNotSupported
 from services.http.fields import is_unknown
+from services.quoting import clipped
 from services.rpc.status import RemoteError, code_of, retry_seconds
 
 _log = logging.getLogger(__name__)
@@ -232,7 +233,7 @@ def report(
 
 def _body(status: int, message: str, param: str | None, code: str | None) -> dict[str, dict[str, Any]]:
     type_ = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": type_, "param": param, "code": code}}
+    return {"error": {"message": clipped(message), "type": type_, "param": param, "code": code}}
 
 
 def _fields(error: DraftBridgeError, model: str, names: dict[str, str]) -> tuple[str | None, str | None]:

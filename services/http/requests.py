@@ -275,9 +275,11 @@ class ResponseFormat(Strict):
     @property
     def grammar(self) -> Grammar | None:
         """The grammar in the bridge's form. Raises `InvalidField`."""
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise InvalidField("response_format.json_schema", "given with type json_schema only", self.type)
+        if self.type == "json_schema" and self.json_schema is None:
+            raise InvalidField("response_format.json_schema", "given with type json_schema", "none")
         if self.json_schema:
+            if self.type != "json_schema":
+                raise InvalidField("response_format.json_schema", "left out unless type is json_schema", self.type)
             if self.json_schema.json_schema is None:
                 raise InvalidField("response_format.json_schema.schema", "a JSON Schema", "none")
             return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(self.json_schema.json_schema))

@@ -120,7 +120,10 @@ class Call:
         return True
 
     def take(self, text: str, *, ended: bool) -> dict[str, Any]:
-        """Returns what `text` adds to a message: its `tool_calls`, or nothing before the function's name is known."""
+        """Returns what `text` adds to a message: its `tool_calls`, or nothing before the arguments begin.
+
+        A text that ends earlier is the message's content, so that it is not lost and the message can be sent back.
+        """
         self._text += text
         # The last character may be the brace that ends the call, and so is not one of the arguments.
         end = len(self._text) - (self.is_whole if ended else 1)
@@ -128,7 +131,7 @@ class Call:
             arguments, self._sent = self._text[self._sent : end], max(self._sent, end)
             return {"tool_calls": [{"index": 0, "function": {"arguments": arguments}}]} if arguments else {}
         if not (begun := _CALL.match(self._text)):
-            return {}
+            return {"content": self._text} if ended else {}
         self._sent = max(begun.end(), end)
         function = {"name": json.loads(begun[1]), "arguments": self._text[begun.end() : end]}
         return {"tool_calls": [{"index": 0, "id": self.id, "type": "function", "function": function}]}

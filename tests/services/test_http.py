@@ -257,6 +257,19 @@ def test_a_call_that_is_cut_has_the_arguments_so_far(http: httpx.Client) -> None
     assert streamed[-1]["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("limit", [{"max_tokens": 5}, {"stop": '{"'}], ids=["tokens", "stop"])
+def test_a_call_that_is_cut_before_its_arguments_is_content(http: httpx.Client, limit: dict[str, object]) -> None:
+    options = {"tools": [tool("f")], "tool_choice": "required", "logprobs": True} | limit
+    (cut,) = chat(http, **options).json()["choices"]
+    content = cut["message"]["content"]
+    assert "tool_calls" not in cut["message"] and '{"name": "f"'.startswith(content)
+    assert bool(content) == ("max_tokens" in limit)
+    streamed = [part["choices"][0] for part in events(chat(http, **options, stream=True))]
+    assert "".join(part["delta"].get("content") or "" for part in streamed) == content
+    assert streamed[-1]["finish_reason"] == cut["finish_reason"]
+    assert chat(http, messages=[*CHAT, cut["message"], *CHAT]).is_success
+
+
 def test_parts_of_text_are_content(http: httpx.Client) -> None:
     parts = [{"type": "text", "text": "Say"}, {"type": "text", "text": "something."}]
     whole = [{"role": "user", "content": "Say\nsomething."}]

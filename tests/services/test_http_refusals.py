@@ -181,6 +181,29 @@ def test_messages_name_what_is_allowed(http: httpx.Client) -> None:
     assert "stop[1] must be a valid string, got 5" in refused(complete(http, stop=["a", 5]), 400, "stop[1]")
     beyond = chat(http, max_completion_tokens=10_000, max_tokens=None)
     assert refused(beyond, 400, "max_completion_tokens").startswith("max_completion_tokens 10000 does not fit")
+    for kind, given, rule in (
+        ("json_schema", {}, "given with type json_schema, got none"),
+        ("text", {"json_schema": {"name": "a"}}, "left out unless type is json_schema, got text"),
+    ):
+        message = refused(chat(http, response_format={"type": kind} | given), 400, "response_format.json_schema")
+        assert message == f"response_format.json_schema must be {rule}"
+
+
+def test_max_tokens_that_do_not_fit_have_a_remedy_that_helps(http: httpx.Client) -> None:
+    """A completion without `max_tokens` has 16 tokens only, so it is no remedy to leave them out."""
+    message = refused(complete(http, max_tokens=10_000), 400, "max_tokens")
+    most = int(message.rpartition("request at most ")[2])
+    assert complete(http, max_tokens=most).is_success
+    refused(complete(http, max_tokens=most + 1), 400, "max_tokens")
+
+
+def test_a_message_that_quotes_a_long_name_lacks_its_middle(http: httpx.Client) -> None:
+    for answer, param in (
+        (complete(http, model="x" * 3000), "model"),
+        (chat(http, draftbridge={"draft": "x" * 3000}), "draftbridge.draft"),
+    ):
+        message = refused(answer, 404, param)
+        assert len(message) <= 600 and "x ... x" in message
 
 
 async def test_tools_that_the_template_has_no_place_for_are_refused(
