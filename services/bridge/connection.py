@@ -19,7 +19,7 @@ from bridge.planning.estimates import TargetEstimates
 from bridge.text.models import Model
 from draftbridge.v1 import model_pb2
 from services.bridge.endpoint import CHECK_SECONDS, ROLES, Endpoint, ModelReader
-from services.errors import Exhausted, TlsFailed
+from services.errors import Exhausted, TlsFailed, TokenRefused
 from services.rpc.status import RemoteError, from_rpc_error
 
 _log = logging.getLogger(__name__)
@@ -139,6 +139,15 @@ class Connection:
         self.problem = problem
         self._changed.set()
 
+    def on_error(self, error: DraftBridgeError) -> None:
+        """Handles the error of a call: a service that refuses the bridge's token is not used until it accepts it.
+
+        Watching the health does not show this, because health checks need no token.
+        """
+        if isinstance(error, TokenRefused) and self.endpoint:
+            self.on_change(str(error))
+            self.report(error)
+
     def refuse(self, problem: str) -> None:
         """Stops using a service that broke the contract, until it restarts, which changes its `instance_id`.
 
@@ -157,6 +166,7 @@ class Connection:
         try:
             description, self.round_trip_ns = await self._describe(CHECK_SECONDS)
         except DraftBridgeError as error:
+            self.on_error(error)
             return str(error)
         if self.known is not before:  # it was connected anew meanwhile, perhaps after it had described itself here
             return self.problem
@@ -303,6 +313,7 @@ class Connection:
                 await asyncio.sleep(_POLL_SECONDS)
                 description, self.round_trip_ns = await self._describe(CHECK_SECONDS)
         except DraftBridgeError as error:
+            self.on_error(error)
             return str(error)
         return f"{self.known.model.name} at {self.address} was replaced by another model, which is being connected"
 

@@ -255,7 +255,10 @@ class Zoo:
     def on_error(self, endpoint: Endpoint, error: DraftBridgeError) -> None:
         """Handles the error of a service's stream. If the address serves another model now, connects that instead."""
         for one in self.connections:
-            if (one.address, one.role) == (endpoint.address, endpoint.role) and error.reason in _CHANGED:
+            if (one.address, one.role) != (endpoint.address, endpoint.role):
+                continue
+            one.on_error(error)
+            if error.reason in _CHANGED:
                 one.on_change(f"{endpoint.model.name} was replaced by another model, which is being connected")
 
     def refuse(self, endpoint: Endpoint, problem: str) -> None:

@@ -4,7 +4,6 @@ import json
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -89,13 +88,13 @@ def _observed(config: ProcessConfig, metrics: "ServerMetrics", service: str) -> 
     """Sets up log, metrics and traces of a process, and prints where its metrics are."""
     with importing():
         from services.rpc.metrics_server import serving_metrics
-        from services.rpc.security import certificate_end, warn_of_expiry
+        from services.rpc.security import certificates, warn_of_expiry
         from services.traces import Traces
 
     configure(config.log_format, config.log_level)
-    if path := config.tls_certificate:
-        warn_of_expiry(path)
-        metrics.watch_certificate(str(path), partial(certificate_end, path))
+    if (path := config.tls_certificate) and (files := certificates(config)):
+        warn_of_expiry(path, files.end())
+        metrics.watch_certificate(str(path), files.end)
     with ExitStack() as stack:
         traces = Traces(config.otlp, service)
         stack.callback(traces.close)

@@ -221,14 +221,21 @@ class _EventStream(EventSourceResponse):
             async for event in further:
                 yield event
 
-        self._whole, self._further = whole(), further
+        self._whole, self._further, self._has_begun = whole(), further, False
         super().__init__(self._whole, headers={"Cache-Control": "no-cache"})
         del self.headers["connection"]  # the library's is keep-alive, also where the connection ends with the stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._further), aclosing(self._whole):
-            await super().__call__(scope, receive, send)
+            try:
+                await super().__call__(scope, receive, send)
+            except asyncio.CancelledError:  # only a server that stops cancels a request
+                if self._has_begun and self.active:
+                    _, stopped, _ = errors.report(errors.ServerStopping())
+                    await send({"type": "http.response.body", "body": _event(stopped)})
+                raise
 
     async def _send_with_timeout(self, send: Send, message: Message) -> None:
         # `Connection` limits the time. The library's limit, also if there is none, is a third of an event's cost.
         await send(message)
+        self._has_begun = True

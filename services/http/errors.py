@@ -100,7 +100,7 @@ class LogprobsFull(Exhausted, reason="LOGPROBS_FULL"):
 
 
 class ServerStopping(Unreachable, reason="SERVER_STOPPING"):
-    """The grace period of a server that stops is over, and the answer has not begun."""
+    """The grace period of a server that stops is over, and the answer is not complete."""
 
     def __init__(self) -> None:
         problem = "this server is stopping and cannot finish the request"
@@ -181,7 +181,7 @@ class ErrorAnswers:
         except ClientDisconnect:  # while its body was being received
             pass
         except asyncio.CancelledError:
-            # Only a server that stops cancels a request. The connection of a response that has begun is closed.
+            # Only a server that stops cancels a request. A stream that has begun sends the error as its last event.
             if not has_begun:
                 await answer(ServerStopping())(scope, receive, send)
         except Exception as error:

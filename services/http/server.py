@@ -3,7 +3,7 @@
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from ipaddress import ip_address
@@ -21,13 +21,15 @@ from services.http.app import application
 from services.http.connections import Connection, connection_limit
 from services.rpc import security
 from services.rpc.keys import Keys
-from services.rpc.server import HURRIED_SECONDS, PortTaken, Stop, host_and_port, stop_event
+from services.rpc.server import HURRIED_SECONDS, PortTaken, Stop, host_and_port, stop_event, unless
 
 _BACKLOG = 2048
 # What the system keeps for a client that reads slowly, so that it is noticed before its whole text is in memory.
 _SEND_BUFFER_BYTES = 1 << 18
 # Longer than clients keep a connection for their next request, so that it is not closed under their hands.
 _KEEP_ALIVE_SECONDS = 60
+# What clients have to read the ends of answers that a stop cuts. Then their connections are closed.
+_LAST_SECONDS = 1.0
 
 
 class _Server(uvicorn.Server):
@@ -127,31 +129,37 @@ async def serving(
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=ceil(where.security.grace),
+            # Only a TLS handshake that does not end takes as long: from Python 3.12 on, asyncio waits for it.
+            timeout_graceful_shutdown=ceil(where.security.grace + 2 * _LAST_SECONDS),
         )
     )
 
-    async def stop_with_the_process() -> None:
-        await stop.wait()
-        server.should_exit = True
-        if isinstance(stop, Stop):
-            await stop.hurried.wait()
-            await asyncio.sleep(HURRIED_SECONDS)
-            for task in tuple(server.server_state.tasks):
-                task.cancel()
-            await asyncio.sleep(0)
-            for connection in tuple(server.server_state.connections):  # their clients may have stopped reading
-                connection.transport.abort()
+    left = asyncio.Event()
 
-    serving, stopping = asyncio.create_task(server.serve([listener])), asyncio.create_task(stop_with_the_process())
+    async def stop_in_time() -> None:
+        """Cancels what runs after the grace period, or in a hurry. uvicorn would log that as an error."""
+        await unless(stop.wait(), left.wait())
+        server.should_exit = True
+        hurried = stop.hurried if isinstance(stop, Stop) else asyncio.Event()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(where.security.grace):
+                await hurried.wait()
+                await asyncio.sleep(HURRIED_SECONDS)
+        for task in tuple(server.server_state.tasks):
+            task.cancel()
+        await asyncio.wait((running,), timeout=_LAST_SECONDS)
+        for connection in tuple(server.server_state.connections):  # their clients may have stopped reading
+            connection.transport.abort()
+
+    running, stopping = asyncio.create_task(server.serve([listener])), asyncio.create_task(stop_in_time())
     try:
         scheme = "https" if context else "http"
         yield f"{scheme}://{host}:{listener.getsockname()[1]}"
     finally:
-        server.should_exit = True
-        await serving
+        left.set()
+        await running
         stopping.cancel()
-        # After the grace, uvicorn cancels requests but does not wait until they have released what they hold.
+        # After its own limit, uvicorn does not wait until requests have released what they hold.
         await asyncio.gather(*server.server_state.tasks, return_exceptions=True)
 
 

@@ -41,6 +41,13 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # t
             await context.abort(grpc.StatusCode.NOT_FOUND, "this server does not have the service")
         return _Response(status=self._status(request.service))
 
+    async def List(  # noqa: N802
+        self, request: health_pb2.HealthListRequest, context: "aio.ServicerContext[Any, Any]"
+    ) -> health_pb2.HealthListResponse:
+        """Returns the present health of the process and of each service."""
+        statuses = {name: _Response(status=self._status(name)) for name in self._serving}
+        return health_pb2.HealthListResponse(statuses=statuses)
+
     async def Watch(  # noqa: N802
         self, request: health_pb2.HealthCheckRequest, context: "aio.ServicerContext[Any, Any]"
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:

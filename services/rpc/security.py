@@ -43,19 +43,8 @@ def warn_of_open_token(credentials: Credentials, addresses: Iterable[str]) -> No
         )
 
 
-def certificate_end(path: Path) -> float:
-    """Returns the end of a certificate's validity in seconds since 1970; NaN if the file has none that can be read."""
-    from cryptography import x509  # takes 0.2 s, which a server without TLS need not spend
-
-    try:
-        return x509.load_pem_x509_certificate(path.read_bytes()).not_valid_after_utc.timestamp()
-    except (OSError, ValueError):
-        return nan
-
-
-def warn_of_expiry(path: Path) -> None:
+def warn_of_expiry(path: Path, end: float) -> None:
     """Logs that a server's certificate has expired or soon will. It is used all the same: clients decide."""
-    end = certificate_end(path)
     if end - time() < _EXPIRES_SOON:  # False for NaN
         day = datetime.fromtimestamp(end, UTC).strftime("%Y-%m-%d %H:%M UTC")
         _log.warning(
@@ -84,7 +73,7 @@ def server_credentials(config: ProcessConfig) -> grpc.ServerCredentials | None:
     gRPC asks for the certificate before each handshake, so new connections use changed files at once. While the files
     do not fit together, as between two writes, the previous ones stay in use.
     """
-    files = _certificates(config)
+    files = certificates(config)
     if files is None:
         return None
     return grpc.dynamic_ssl_server_credentials(
@@ -97,7 +86,7 @@ def server_credentials(config: ProcessConfig) -> grpc.ServerCredentials | None:
 
 def server_context(config: ProcessConfig) -> ssl.SSLContext | None:
     """Returns the same for a server that is not gRPC's. Files are read again before a handshake, too."""
-    files = _certificates(config)
+    files = certificates(config)
     if files is None:
         return None
 
@@ -111,15 +100,16 @@ def server_context(config: ProcessConfig) -> ssl.SSLContext | None:
     return context
 
 
-def _certificates(config: ProcessConfig) -> "_Certificates | None":
+def certificates(config: ProcessConfig) -> "Certificates | None":
+    """Returns the certificate that a process is configured with, None without TLS. Raises `InvalidConfiguration`."""
     if config.tls_certificate is None or config.tls_key is None:
         if config.tls_certificate or config.tls_key or config.tls_client_ca:
             raise InvalidConfiguration("TLS needs both --tls-certificate and --tls-key: give both")
         return None
-    return _Certificates(config.tls_certificate, config.tls_key, config.tls_client_ca)
+    return Certificates(config.tls_certificate, config.tls_key, config.tls_client_ca)
 
 
-class _Certificates:
+class Certificates:
     """The files of a server's certificate. `context` and `configuration` use what they last held together."""
 
     def __init__(self, certificate: Path, key: Path, client_ca: Path | None) -> None:
@@ -132,6 +122,19 @@ class _Certificates:
     def configuration(self) -> grpc.ServerCertificateConfiguration:
         certificate, key, ca = self._content
         return grpc.ssl_server_certificate_configuration([(key, certificate)], ca)
+
+    def end(self) -> float:
+        """Returns the end of validity, in seconds since 1970, of the certificate that a new connection gets now.
+
+        NaN if it cannot be read: OpenSSL serves certificates that the library refuses.
+        """
+        from cryptography import x509  # takes 0.2 s, which a server without TLS need not spend
+
+        self.renew()
+        try:
+            return x509.load_pem_x509_certificate(self._content[0]).not_valid_after_utc.timestamp()
+        except ValueError:
+            return nan
 
     def renew(self) -> bool:
         """Takes over changed files, and returns whether it did."""

@@ -20,7 +20,7 @@ from draftbridge import CallError, Client, Credentials, security
 from draftbridge.security import open_aio_channel, open_channel
 from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, draft_pb2, draft_pb2_grpc, model_pb2, model_pb2_grpc
 from services.cli.processes import ProcessFailed
-from services.rpc.security import _Certificates, certificate_end, warn_of_expiry
+from services.rpc.security import Certificates, warn_of_expiry
 from tests.services.test_cli import command, refused
 from tests.support.certificates import Pair, authority, issue
 from tests.support.observed import observed
@@ -69,7 +69,12 @@ def test_the_end_of_a_certificate_is_logged_and_measured(tmp_path: Path) -> None
 
         assert end() == now - timedelta(1)
         issue(by, tmp_path, "server", not_after=now + timedelta(30))
-        assert end() == now + timedelta(30), "it is that of the file, which new connections get"
+        assert end() == now + timedelta(30), "it is that of the files, which new connections get"
+        further = issue(by, tmp_path, "further", not_after=now + timedelta(60))
+        further.certificate.replace(pair.certificate)  # as between two writes: the key is that of the previous one
+        assert end() == now + timedelta(30), "new connections get the previous one"
+        pair.certificate.write_text("no certificate")
+        assert end() == now + timedelta(30)
         assert "server.pem is valid until" in running.log.read_text()
 
 
@@ -78,16 +83,18 @@ def test_a_server_warns_of_a_certificate_that_ends_within_a_week(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, days: int, warns: bool
 ) -> None:
     pair = issue(authority(tmp_path / "ca.pem"), tmp_path, "server", not_after=datetime.now(UTC) + timedelta(days))
-    warn_of_expiry(pair.certificate)
+    warn_of_expiry(pair.certificate, Certificates(pair.certificate, pair.key, None).end())
     assert ("clients refuse it after that: replace the file" in caplog.text) == warns
 
 
-def test_a_file_without_a_certificate_has_no_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_certificate_in_a_form_that_only_openssl_reads_has_no_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     pair = issue(authority(tmp_path / "ca.pem"), tmp_path, "server")
-    for path in (pair.key, tmp_path / "missing.pem"):
-        warn_of_expiry(path)
-        assert isnan(certificate_end(path))
-    assert not caplog.text
+    pair.certificate.write_text(pair.certificate.read_text().replace(" CERTIFICATE", " TRUSTED CERTIFICATE"))
+    end = Certificates(pair.certificate, pair.key, None).end()
+    warn_of_expiry(pair.certificate, end)
+    assert isnan(end) and not caplog.text
 
 
 def test_a_file_that_is_not_pem_is_named_before_the_connection(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
@@ -144,7 +151,7 @@ def test_files_that_change_while_they_are_checked_are_read_again(
 ) -> None:
     by = authority(tmp_path / "ca.pem")
     pair, replaced = issue(by, tmp_path, "server"), issue(by, tmp_path, "replaced")
-    files = _Certificates(pair.certificate, pair.key, None)
+    files = Certificates(pair.certificate, pair.key, None)
     check = files._load
     monkeypatch.setattr(files, "_load", lambda: (replaced.key.replace(pair.key), check())[1])
     replaced.certificate.replace(pair.certificate)

@@ -4,7 +4,7 @@ import asyncio
 import json
 import ssl
 import time
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, closing
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -92,3 +92,24 @@ async def test_a_hurry_also_ends_what_a_client_does_not_read(
             stop.set()
             stop.hurried.set()
         assert time.perf_counter() - began < 15 and gateway.counts.active == 0
+
+
+@pytest.mark.parametrize("hurry", [False, True])
+async def test_a_stream_that_a_stop_cuts_ends_with_an_error_that_the_log_does_not_have(
+    tiny_fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, hurry: bool
+) -> None:
+    monkeypatch.setattr("services.http.server.HURRIED_SECONDS", 0.0)
+    stop = Stop()
+    async with door(tiny_fleet, stop=stop, grace=60 if hurry else 0) as (url, _):
+        with closing(raw(url, json.dumps(LONG | {"stream": True}).encode(), receive_bytes=4096)) as connection:
+            text = await asyncio.to_thread(connection.recv, 1024)
+            stop.set()
+            if hurry:
+                stop.hurried.set()
+            while received := await asyncio.to_thread(connection.recv, 1 << 20):
+                text += received
+    _, _, last = text.rpartition(b"\r\ndata: ")
+    event, _, end = last.partition(b"\n\n")
+    assert json.loads(event)["error"]["code"] == "server_stopping"
+    assert end == b"\r\n0\r\n\r\n" and b"[DONE]" not in text
+    assert not [one for one in caplog.records if one.levelname == "ERROR"]

@@ -3,19 +3,24 @@
 import asyncio
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import grpc
 import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from draftbridge import Credentials
 from services.bridge import connection
+from services.bridge.pairing import Wish
 from services.config import Role
+from services.errors import TokenRefused
 from services.rpc.channel import open_channel
 from tests.support.ports import free_address
 from tests.support.proxy import Proxy
+from tests.support.secure import ALICE, KEYS
 from tests.support.waiting import eventually
-from tests.support.zoo import bridge, hurry, serving, trained
+from tests.support.zoo import bridge, hurry, serving, text_of, trained
 
 
 @pytest.fixture(autouse=True)
@@ -74,3 +79,38 @@ async def test_a_service_that_hangs_after_a_long_silence_is_noticed() -> None:
         with pytest.raises(aio.AioRpcError) as caught:
             await asyncio.wait_for(reading, 20)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize("found_by", ["a request", "the status"])
+async def test_a_target_that_refuses_the_bridges_token_is_away_until_it_accepts_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, found_by: str
+) -> None:
+    """Its health stays good meanwhile, because health checks need no token."""
+    monkeypatch.setattr("services.rpc.keys._CHECK_SECONDS", 0.0)
+    keys = tmp_path / "keys.toml"
+    keys.write_text(KEYS)
+    async with AsyncExitStack() as stack:
+        address = await stack.enter_async_context(serving(trained("gpt-2"), keys=keys))
+        gateway = await stack.enter_async_context(bridge([address], [], Credentials(token=ALICE)))
+        zoo, (target,) = gateway.zoo, gateway.zoo.connections
+        keys.write_text('[carol]\ntoken = "carol-token-0123456789"\n')
+        if found_by == "a request":
+            with pytest.raises(TokenRefused):
+                await text_of(gateway, "", Wish())
+        else:
+            assert "refuses the token" in (await zoo.check())[0].problem
+        assert zoo.connected() == [(address, "target", False)] and not gateway.targets
+        with pytest.raises(TokenRefused):
+            await text_of(gateway, "", Wish())
+        await asyncio.sleep(0.2)  # in which the connection is tried again several times
+        assert target.endpoint is None
+
+        def warnings() -> list[str]:
+            return [one.getMessage() for one in caplog.records if one.name == connection.__name__]
+
+        (refused,) = warnings()
+        assert f"requests go on without the target at {address}" in refused and "refuses the token" in refused
+        keys.write_text(KEYS)
+        await until(lambda: target.endpoint is not None)
+        assert "can be used now" in warnings()[-1] and len(warnings()) == 2
+        assert (await text_of(gateway, "", Wish()))[0]

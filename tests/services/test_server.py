@@ -183,6 +183,11 @@ async def test_a_service_that_cannot_be_used_has_its_own_health_and_errors_are_c
         watch = stub.Watch(health_pb2.HealthCheckRequest(service=descriptor.full_name))
         assert (await watch.read()).status == serving.NOT_SERVING
         assert (await stub.Check(health_pb2.HealthCheckRequest())).status == serving.SERVING
+        listed = (await stub.List(health_pb2.HealthListRequest())).statuses
+        assert {name: one.status for name, one in listed.items()} == {
+            "": serving.SERVING,
+            descriptor.full_name: serving.NOT_SERVING,
+        }
         usable.set()
         assert (await watch.read()).status == serving.SERVING
     stop.set()

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractContextManager, aclosing, asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
@@ -16,6 +17,7 @@ from bridge.planning.planner import Mode, SpeculationParameters
 from bridge.request import Request
 from bridge.sampling.sampler import Logits, SamplingParameters
 from bridge.text.models import Model, SpecialIds
+from draftbridge import Credentials
 from draftbridge.v1 import draft_pb2, model_pb2
 from services.bridge import connection, endpoint
 from services.bridge.gateway import Gateway
@@ -90,9 +92,11 @@ def trained(
 
 
 @asynccontextmanager
-async def serving(model: LoadedModel | str, address: str = "127.0.0.1:0", role: Role = Role.BOTH) -> AsyncIterator[str]:
+async def serving(
+    model: LoadedModel | str, address: str = "127.0.0.1:0", role: Role = Role.BOTH, keys: Path | None = None
+) -> AsyncIterator[str]:
     """Serves a model, or prompt lookup for "suffix", and yields the address."""
-    server = Server(address, ServerConfig(grace=1.0))
+    server = Server(address, ServerConfig(grace=1.0, keys=keys))
     if isinstance(model, str):
         suffix = SuffixModel(model, 8)
         described = codec.write_model(suffix.model, role=model_pb2.ROLE_DRAFT, engine="suffix")
@@ -184,9 +188,11 @@ async def _find_no_flaw(data: bytes) -> str:
 
 
 @asynccontextmanager
-async def bridge(targets: list[str], drafts: list[str]) -> AsyncIterator[Gateway]:
+async def bridge(
+    targets: list[str], drafts: list[str], credentials: Credentials | None = None
+) -> AsyncIterator[Gateway]:
     """Yields a gateway that is connected to these addresses."""
-    zoo = Zoo(targets, drafts)
+    zoo = Zoo(targets, drafts, credentials=credentials)
     try:
         yield Gateway(await zoo.connect())
     finally:
