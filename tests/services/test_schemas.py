@@ -176,7 +176,6 @@ def test_an_object_without_a_possible_property_is_refused_wherever_it_is(schema:
         ("time", ["23:59:59Z", "00:00:00.5+01:00"], ["22:59:60Z", "24:00:00Z"]),
         ("date-time", ["2020-02-29T23:59:59Z"], ["2021-02-29T23:59:59Z", "2020-02-29T22:59:60Z"]),
         ("hostname", [LONG_NAME], [LONG_NAME + "0", "0" * 64]),
-        ("email", [f"{'0' * 64}@{LONG_NAME}"], [f"{'0' * 65}@{LONG_NAME}", f"a@{LONG_NAME}0"]),
     ],
 )
 @pytest.mark.parametrize("own", [{}, {"pattern": "[0-9]"}], ids=["", "with a pattern"])
