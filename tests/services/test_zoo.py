@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bridge.errors import InvalidField, Unreachable, UnusableModel
+from bridge.errors import DraftBridgeError, InvalidField, Unreachable, UnusableModel
 from bridge.planning.planner import Mode
 from bridge.request import Request
 from bridge.text.models import Model
@@ -229,6 +229,9 @@ class Counted:
         return self._endpoint
 
     endpoint = known
+
+    def on_error(self, error: DraftBridgeError) -> None:
+        """As for a service that accepts the bridge's token."""
 
 
 class Turning(Counted):
