@@ -9,7 +9,7 @@ from services.engines.registry import engines
 
 # Addresses in gRPC's own syntax.
 _SCHEMES = ("unix:", "unix-abstract:", "vsock:", "dns:", "ipv4:", "ipv6:")
-# What bytes of a command line become that are not UTF-8.
+# Bytes of a command line that are not UTF-8 become these characters.
 _SURROGATES = r"\ud800-\udfff"
 # A name, an IPv4 address, or an IPv6 address in brackets.
 _HOST_PART = re.compile(rf"[^\s:/\[\]{_SURROGATES}]+|\[[0-9A-Fa-f:.%\w]+\]")

@@ -53,7 +53,7 @@ class ServerMetrics:
         self.active_calls = self._gauge("rpc_server_active_calls", "Calls in progress.", "rpc_method")
         self.certificate_end = self._gauge(
             "tls_certificate_not_after_seconds",
-            "End of the validity of the server's certificate in use, in seconds since 1970; only with TLS.",
+            "End of the validity of the certificate that a new connection gets, in seconds since 1970; only with TLS.",
             "path",
         )
 

@@ -86,7 +86,8 @@ def generate_request(
     """Returns the request that `generate` and `stream` send. Give exactly one of `prompt`, `messages` and `token_ids`.
 
     Parameters without a description here are those of `GenerateRequest` in the contract.
-    `messages`: mappings with "role", "content" and further fields for the chat template, such as "tool_calls".
+    `messages`: mappings with "role", "content" and further fields for the chat template, such as "tool_calls", beside
+    which the content may be None.
     `template_variables`: further JSON values for the chat template, such as `tools`; allowed only with `messages`.
     `json_schema`: JSON text or a mapping. At most one of `json_schema`, `json_object`, `regex`, `choice` and `grammar`
     may be given. `stop`, `choice`, `sources`, `drafts`: one string or several. `speculation`: "auto", "off", "lockstep"
@@ -235,7 +236,7 @@ def _chat(messages: Sequence[Mapping[str, Any]]) -> bridge_pb2.Chat:
         except UnicodeEncodeError as error:
             raise _unfit(name, message, error) from error
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            form = 'a mapping with a text as "role", one as "content", and JSON values'
+            form = 'a mapping with a text as "role", one as "content" (None only beside "tool_calls"), and JSON values'
             raise invalid(name, f"{name} must be {form}, got {reprlib.repr(message)} ({error})") from error
     return chat
 

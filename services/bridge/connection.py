@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextvars import Context
 from dataclasses import replace
 from enum import Enum
+from math import inf
 from time import perf_counter
 from typing import Any
 
@@ -35,6 +36,8 @@ _POLL_SECONDS = 5.0
 _HEALTHY_SECONDS = 0.1
 # Log lines per service within a period: a peer that changes all the time must not fill the log.
 _MAX_LOG_LINES, _LOG_SECONDS = 8, 3600.0
+# For this long after a service has accepted the bridge's token again, a call whose token it refuses fails alone.
+_TRUSTED_SECONDS = 60.0
 _UNHEALTHY = "reports that it cannot serve now"
 # What a description may change without becoming that of another model: each start measures and draws it anew.
 _OF_A_START = ("forward_costs", "instance_id")
@@ -90,6 +93,8 @@ class Connection:
         self._logged: set[type[Exception]] = set()
         self._log_times: deque[float] = deque(maxlen=_MAX_LOG_LINES)
         self._pause_seconds = _RETRY_SECONDS
+        # When it accepted the bridge's token again.
+        self._accepted_at = -inf
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -142,9 +147,11 @@ class Connection:
     def on_error(self, error: DraftBridgeError) -> None:
         """Handles the error of a call: a service that refuses the bridge's token is not used until it accepts it.
 
-        Watching the health does not show this, because health checks need no token.
+        Watching the health does not show this, because health checks need no token. A service that has just accepted
+        the token again stays in use: behind its address may be processes of which only some accept it.
         """
-        if isinstance(error, TokenRefused) and self.endpoint:
+        has_just_accepted = perf_counter() - self._accepted_at < _TRUSTED_SECONDS
+        if isinstance(error, TokenRefused) and self.endpoint and not has_just_accepted:
             self.on_change(str(error))
             self.report(error)
 
@@ -259,6 +266,8 @@ class Connection:
             raise
         if self._logged and self.known:
             self._log(f"the {ROLES[self.role]} at {self.address} can be used now: it is {self.known.model.name}")
+            if TokenRefused in self._logged:
+                self._accepted_at = perf_counter()
             self._logged.clear()
 
     async def _take_in(self, description: model_pb2.Model) -> None:

@@ -24,7 +24,7 @@ _STEEP = 3.0
 _LOW_ACCEPTANCE = 0.4
 _PROMPT = "Write a short Python function that returns the sum of the even numbers in a list, and explain it."
 _TOKENS, _CHAT_TOKENS, _PINGS = 48, 4, 5
-# Why a chat fails in its template.
+# With these reasons, a chat fails in its template.
 _TEMPLATE_REASONS = ("INVALID_FIELD", "UNUSABLE_MODEL", "TEMPLATE_LIMIT_EXCEEDED")
 _LOG = "look at its server's log"
 _CONNECT_SECONDS = 3.0

@@ -23,7 +23,7 @@ from services.store.built_in import SUFFIX
 from services.store.cache import Report
 
 READY = "listening on "
-_STOP_SECONDS = 10.0
+STOP_SECONDS = 10.0
 # glibc asks for huge pages for all large allocations, so that a model server need not move its weights to them later.
 _HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 # Beginnings of variables for model servers that others reach, and for bridges that connect to those. Ours are reached
@@ -147,8 +147,8 @@ class StopSignals:
         if not self.started:
             raise KeyboardInterrupt
 
-    def wait(self, processes: Iterable["subprocess.Popen[str]"]) -> None:
-        """Returns when a signal has arrived, even before this call, or when one of the processes has ended.
+    def wait(self, processes: Iterable["subprocess.Popen[str]"], seconds: float | None = None) -> None:
+        """Returns when a signal has arrived, even before this call, one of the processes has ended, or time is up.
 
         Each signal ends one wait only.
         """
@@ -159,6 +159,10 @@ class StopSignals:
 
         for process in processes:
             threading.Thread(target=watch, args=(process,), daemon=True).start()
+        if seconds is not None:
+            timer = threading.Timer(seconds, os.write, (self._write_end, b"!"))
+            timer.daemon = True
+            timer.start()
         os.read(self._read_end, 1)
 
 
@@ -305,7 +309,7 @@ def stop(process: "subprocess.Popen[str]") -> None:
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         try:
-            process.wait(_STOP_SECONDS)
+            process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

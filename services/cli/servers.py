@@ -130,6 +130,7 @@ def up(
     """
     with importing():
         from services.cli.processes import (
+            STOP_SECONDS,
             ServerOptions,
             StopSignals,
             configured_environment,
@@ -176,7 +177,7 @@ def up(
                 fail(f"the {ended} has ended {how_ended(needed[ended].returncode)}")
             if stop.asked is signal.SIGTERM:  # the model servers go on while the bridge lets requests end
                 needed["bridge"].send_signal(signal.SIGTERM)
-                stop.wait(needed.values())
+                stop.wait(needed.values(), config.grace + STOP_SECONDS)
     except KeyboardInterrupt:
         pass
 

@@ -33,6 +33,10 @@ _NOISE_FACTOR = 2.0
 _MIN_TOLERANCE, _MAX_TOLERANCE = 1e-3, 0.5
 
 
+class LogitsDiffer(ValueError):
+    """An engine's logits are not the model's own."""
+
+
 @dataclass(frozen=True)
 class SelfTest:
     """Two texts with the same beginning, and the model's own logits for them: [texts, tokens, vocabulary size].
@@ -66,7 +70,7 @@ class SelfTest:
         return cls((one, other), expected, min(max(_MIN_TOLERANCE, _NOISE_FACTOR * noise), _MAX_TOLERANCE))
 
     def check(self, engine: Engine, widths: Sequence[int] = ()) -> None:
-        """Raises ValueError if the engine's logits differ from the model's own by more than the tolerance.
+        """Raises `LogitsDiffer` if the engine's logits differ from the model's own by more than the tolerance.
 
         Covers two rows of different lengths in a forward, a text in two parts, a rejected token and a copied slot.
         `widths`: for each, that number of the first text's last tokens run again in a forward of their own.
@@ -86,7 +90,7 @@ class SelfTest:
     def _compare(self, logits: Logits, own: Logits) -> None:
         error = distance(logits, own)
         if not error < self.tolerance:
-            raise ValueError(f"logits differ by {error:.1%} from the model's own, allowed is {self.tolerance:.1%}")
+            raise LogitsDiffer(f"logits differ by {error:.1%} from the model's own, allowed is {self.tolerance:.1%}")
 
 
 @contextmanager

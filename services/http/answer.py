@@ -221,16 +221,23 @@ class _EventStream(EventSourceResponse):
             async for event in further:
                 yield event
 
-        self._whole, self._further, self._has_begun = whole(), further, False
+        self._whole, self._further = whole(), further
         super().__init__(self._whole, headers={"Cache-Control": "no-cache"})
         del self.headers["connection"]  # the library's is keep-alive, also where the connection ends with the stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+
+        async def noting(message: Message) -> None:
+            nonlocal has_begun
+            await send(message)
+            has_begun = True
+
         async with aclosing(self._further), aclosing(self._whole):
             try:
-                await super().__call__(scope, receive, send)
+                await super().__call__(scope, receive, noting)
             except asyncio.CancelledError:  # only a server that stops cancels a request
-                if self._has_begun and self.active:
+                if has_begun and self.active:
                     _, stopped, _ = errors.report(errors.ServerStopping())
                     await send({"type": "http.response.body", "body": _event(stopped)})
                 raise
@@ -238,4 +245,3 @@ class _EventStream(EventSourceResponse):
     async def _send_with_timeout(self, send: Send, message: Message) -> None:
         # `Connection` limits the time. The library's limit, also if there is none, is a third of an event's cost.
         await send(message)
-        self._has_begun = True

@@ -276,7 +276,7 @@ class Connection(HttpToolsProtocol):
 async def _send_without_chunks(
     cycle: RequestResponseCycle, send: Callable[[Any], Awaitable[None]], message: Any
 ) -> None:
-    """Sends a part of an answer to a client of HTTP/1.0, which knows no chunks: the connection ends with the answer."""
+    """Sends a part of an answer to a client of HTTP/1.0, which has no chunks: the connection ends with the answer."""
     cycle.chunked_encoding = False
     if message["type"] == "http.response.body":
         cycle.expected_content_length = len(message.get("body", b""))  # uvicorn would refuse a part of unknown length

@@ -173,8 +173,8 @@ class ErrorAnswers:
 
         async def noting(message: Message) -> None:
             nonlocal has_begun
+            await send(message)  # the first one may wait until an earlier answer of the connection was sent
             has_begun = True
-            await send(message)
 
         try:
             await self._app(scope, receive, noting)

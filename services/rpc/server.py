@@ -54,7 +54,7 @@ def check_free(listen: str, shared: bool = False) -> None:
         try:
             with socket.socket(family, kind, protocol) as trial:
                 trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if shared:
+                if shared and hasattr(socket, "SO_REUSEPORT"):
                     trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
                 trial.bind(address)
         except OSError as error:

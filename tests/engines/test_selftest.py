@@ -266,6 +266,22 @@ def test_a_copy_that_takes_much_memory_is_not_made(directory: Path, monkeypatch:
     assert len(model.model.layers) == CONFIG.num_hidden_layers
 
 
+def test_a_copy_that_does_not_run_is_not_held_against_the_model(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, sizes = TorchEngine._make_room, list[str]()
+
+    def full(self: TorchEngine, limit: int) -> None:
+        sizes.append(self.dtype)
+        if self.dtype == "float32":
+            raise MemoryError
+        own(self, limit)
+
+    monkeypatch.setattr(TorchEngine, "_make_room", full)
+    TorchEngine(directory, dtype="bfloat16", slot_count=2)
+    assert sizes == ["float32", "bfloat16"]
+
+
 @pytest.mark.zoo
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

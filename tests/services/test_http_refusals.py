@@ -190,7 +190,7 @@ def test_messages_name_what_is_allowed(http: httpx.Client) -> None:
 
 
 def test_max_tokens_that_do_not_fit_have_a_remedy_that_helps(http: httpx.Client) -> None:
-    """A completion without `max_tokens` has 16 tokens only, so it is no remedy to leave them out."""
+    """A completion without `max_tokens` has 16 tokens only, so leaving them out does not help."""
     message = refused(complete(http, max_tokens=10_000), 400, "max_tokens")
     most = int(message.rpartition("request at most ")[2])
     assert complete(http, max_tokens=most).is_success

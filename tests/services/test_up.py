@@ -49,6 +49,7 @@ def up(tiny_models: tuple[Path, Path]) -> Iterator[tuple[subprocess.Popen[str], 
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        env=os.environ | {"DRAFTBRIDGE_BRIDGE_GRACE": "120"},
     )
     assert process.stdout is not None
     assert process.stderr is not None

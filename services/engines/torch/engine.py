@@ -14,7 +14,7 @@ import torch
 from bridge.errors import UnusableModel
 from bridge.sampling.sampler import Logits
 from services.engines.engine import Row, by_row, check, check_copy, sample_ids, slot_room
-from services.engines.selftest import SelfTest, distance, narrowed
+from services.engines.selftest import LogitsDiffer, SelfTest, distance, narrowed
 from services.engines.torch.attention import ATTENTION, Attention, using
 from services.engines.torch.cache import ByteCounter, RaggedBatch, SlotCaches
 from services.engines.torch.compiled import CompiledForwards, FastForwards, GraphForwards
@@ -39,8 +39,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 # Measured: the difference of a position's two best logits varied over widths 1 to 16 on SmolLM2-135M and Gemma-3-270M
 # by at most 0.75 in bfloat16 and 3e-5 in float32. float16 has three bits more than bfloat16.
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.75, torch.float16: 0.1}
-# Keys and values of a few tokens, for the self-test of a model's first layers, in bytes.
-_PROOF_BYTES = 256 << 20
+# The memory for keys and values when the first layers are tested, in bytes: enough for a few tokens of any model.
+_FIRST_LAYERS_CACHE_BYTES = 256 << 20
 
 
 class TorchEngine:
@@ -240,9 +240,23 @@ class TorchEngine:
         return table[: len(wanted)]
 
     def _check_first_layers(self) -> None:
-        """Raises `UnusableModel` if this engine is wrong for the model's first layers in float32."""
-        if self._dtype is not torch.float32 and (copy := first_layers(self._model)):
-            TorchEngine(copy, slot_count=2, cache_byte_limit=_PROOF_BYTES)
+        """Raises `UnusableModel` if the engine is wrong for the model's first layers in float32.
+
+        If they do not run in it for another reason, such as too little memory, the model may run all the same.
+        """
+        copy = None if self._dtype is torch.float32 else first_layers(self._model)
+        if copy is None:
+            return
+        try:
+            TorchEngine(copy, slot_count=2, cache_byte_limit=_FIRST_LAYERS_CACHE_BYTES)
+        except UnusableModel as error:
+            if isinstance(error.__cause__, LogitsDiffer):
+                raise
+            _log.info("the engine is not tested in float32 with this model's first layers: %s", error)
+        finally:
+            del copy
+            if self._device.type == "cuda":  # otherwise torch would keep the memory from other processes
+                torch.cuda.empty_cache()
 
     def _make_room(self, cache_byte_limit: int) -> None:
         limit = context_limit(self._config)

@@ -10,8 +10,9 @@ _log = logging.getLogger(__name__)
 
 # With two layers, what the first one does wrong also reaches what attention keeps of earlier tokens.
 _MIN_LAYERS = 2
-# The memory of a copy, in bytes: enough for two layers of a model with 8 billion weights.
-_MAX_BYTES = 2 << 30
+# The memory of a copy, in bytes: enough for two layers of a model with 3 billion weights. Less than the keys and values
+# take later.
+_MAX_BYTES = 1 << 30
 # Rows of the embeddings and of the output layer, which are the largest parts of small models.
 _VOCABULARY_SIZE = 1024
 
@@ -20,8 +21,8 @@ _VOCABULARY_SIZE = 1024
 def first_layers(model: Any) -> Any | None:
     """Returns a copy of a transformers model in float32 on its device, with its own weights but few layers and tokens.
 
-    It has a layer of each kind that the model has, and at least two. Leaves the model as it was. Returns None for a
-    model that cannot be copied so, or whose copy takes more than `_MAX_BYTES`.
+    It has a layer of each type that the model's configuration lists, and at least two. Leaves the model as it was.
+    Returns None for a model that cannot be copied so, or whose copy takes more than `_MAX_BYTES`.
     """
     try:
         blocks = _blocks(model)
@@ -65,7 +66,7 @@ def _few_tokens(model: Any) -> dict[int, Any]:
 
 
 def _describe(copy: Any, layer_count: int, kinds: list[str]) -> None:
-    """Makes the configuration of a copy say how many layers and tokens it has."""
+    """Sets the numbers of layers and tokens in a copy's configuration."""
     config, embeddings = copy.config.get_text_config(), copy.get_input_embeddings()
     config.num_hidden_layers, config.vocab_size = layer_count, embeddings.weight.shape[0]
     if kinds:
