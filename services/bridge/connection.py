@@ -148,7 +148,7 @@ class Connection:
         """Handles the error of a call: a service that refuses the bridge's token is not used until it accepts it.
 
         Watching the health does not show this, because health checks need no token. A service that has just accepted
-        the token again stays in use: behind its address may be processes of which only some accept it.
+        the token again stays in use: several processes may share its address, and some may still refuse it.
         """
         has_just_accepted = perf_counter() - self._accepted_at < _TRUSTED_SECONDS
         if isinstance(error, TokenRefused) and self.endpoint and not has_just_accepted:

@@ -115,7 +115,7 @@ async def test_a_target_that_refuses_the_bridges_token_is_away_until_it_accepts_
         assert "can be used now" in warnings()[-1] and len(warnings()) == 2
         assert (await text_of(gateway, "", Wish()))[0]
         keys.write_text('[carol]\ntoken = "carol-token-0123456789"\n')
-        for _ in range(2):  # of processes behind one address, only some may accept the token
+        for _ in range(2):  # as from one of several processes that share the address
             with pytest.raises(TokenRefused):
                 await text_of(gateway, "", Wish())
             assert target.endpoint is not None
