@@ -269,8 +269,11 @@ class GuestSequence:
             if not self._refreshed:
                 self._refresh()
             await speculation.replan(self.room)
-            if not alone:
-                self._plan = speculation.plan
+            # The candidates of the next forward may have been chosen before it was planned. They are those of the new
+            # plan, except for a trial, and for a draft's turn.
+            plan = speculation.plan
+            if not alone or not (plan.is_trial or plan.pace.turns or self._plan.is_trial):
+                self._plan = plan
 
     def _look_after_draft(self) -> None:
         """Notes that it can use another draft some time after its own has failed, or could not be opened."""

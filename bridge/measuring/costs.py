@@ -45,10 +45,12 @@ class Ewma:
     def observe(self, value: float, fresh: float = _FRESH, limit: float = inf) -> None:
         """Moves the average towards a value whose weight is at least `fresh`.
 
-        A value above `limit` times the average counts as that: a machine or network that stalls once says little.
+        A value above `limit` times the average, if that is positive, counts as that: a machine or network that stalls
+        once says little.
         """
         self.count += 1
-        value = min(value, limit * self.value)
+        if self.value > 0:
+            value = min(value, limit * self.value)
         self.value += (value - self.value) * max(1.0 / self.count, fresh)
 
 

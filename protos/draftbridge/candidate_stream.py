@@ -4,7 +4,7 @@ import queue
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from draftbridge.v1 import candidate_pb2
 
@@ -95,6 +95,17 @@ class Answer:
         return Candidates(self.token_ids[chosen], self.sources[chosen]) if count else None
 
 
+class SentStep(NamedTuple):
+    """When a step was sent and when its deadline ends, in seconds of `time.monotonic`, and whether the engine waits.
+
+    `until` is 0 for a step that only reports.
+    """
+
+    at: float
+    until: float
+    awaited: bool
+
+
 @dataclass
 class Patience:
     """Decides which steps wait for their answers, by the deadlines that were missed in a row."""
@@ -133,8 +144,8 @@ class EngineStream:
     # By sequence that ended or lost tokens: the first step whose answer may be used.
     valid_from: dict[int, int] = field(default_factory=dict)
     last_step: int = 0
-    # By number, the steps without an answer: when they were sent, and their deadlines in seconds.
-    sent: dict[int, tuple[float, float]] = field(default_factory=dict)
+    # By number, the steps without an answer.
+    sent: dict[int, SentStep] = field(default_factory=dict)
     answered_step: int = 0
     # Why this side has ended it.
     problem: str = ""

@@ -45,6 +45,7 @@ from draftbridge.candidate_stream import (
     Candidates,
     EngineStream,
     Patience,
+    SentStep,
     SequenceStep,
 )
 from draftbridge.errors import CallError
@@ -233,15 +234,16 @@ class CandidateClient:
             now = time.monotonic()
             usable = (1 - _RESERVE) * deadline - self._overhead_seconds - (now - started)
             request.deadline_us = max(int(usable * 1e6), 0)
-            stream.sent[request.step] = now, deadline
+            until = started + deadline
+            can_verify = any(one.max_candidates != 0 for one in sequences)
+            awaited = can_verify and now < until and self._patience.waits()
+            stream.sent[request.step] = SentStep(now, until if deadline else 0.0, awaited)
             stream.outbox.put(candidate_pb2.ProposeRequest(step=request))
-            if any(one.max_candidates != 0 for one in sequences):
-                left = started + deadline - time.monotonic()
-                if left > 0 and self._patience.waits():
-                    self._changed.wait_for(
-                        lambda: stream.answered_step >= request.step or self._stream is not stream, left
-                    )
-                    self._patience.note(in_time=stream.answered_step >= request.step)
+            if awaited:
+                self._changed.wait_for(
+                    lambda: stream.answered_step >= request.step or self._stream is not stream, until - time.monotonic()
+                )
+                self._patience.note(in_time=stream.answered_step >= request.step)
             return self._found(stream, sequences)
 
     def _found(self, stream: EngineStream, sequences: Sequence[SequenceStep]) -> dict[int, Candidates]:
@@ -317,7 +319,7 @@ class CandidateClient:
         """Ends a call that hangs, or whose client is closed."""
         while call.is_active():
             with suppress(ValueError, RuntimeError):
-                oldest, _ = min(list(stream.sent.values()), default=(time.monotonic(), 0.0))
+                oldest = min((one.at for one in list(stream.sent.values())), default=time.monotonic())
                 if time.monotonic() - oldest > _HUNG_SECONDS:
                     stream.problem = f"the bridge has not answered for {_HUNG_SECONDS:.0f} seconds; connecting again"
                     call.cancel()
@@ -349,14 +351,12 @@ class CandidateClient:
     def _on_candidates(self, stream: EngineStream, message: candidate_pb2.ProposeCandidates) -> None:
         now = time.monotonic()
         with self._changed:
-            if message.step in stream.sent:
-                sent, deadline = stream.sent[message.step]
-                overhead = now - sent - message.elapsed_us / 1e6
-                overhead = min(overhead, _MAX_DELAY_RATIO * max(self._overhead_seconds, _MIN_OVERHEAD_SECONDS))
-                self._overhead_seconds += _FRESH * (overhead - self._overhead_seconds)
-                if now - sent <= deadline:
+            if sent := stream.sent.get(message.step):
+                if sent.awaited:
+                    self._observe_overhead(sent, now, message.elapsed_us / 1e6)
+                if now <= sent.until:
                     self._patience.note(in_time=True)
-                elif deadline:
+                elif sent.until:
                     self.counts.late_count += 1
             for number in [number for number in stream.sent if number <= message.step]:
                 del stream.sent[number]
@@ -385,6 +385,18 @@ class CandidateClient:
                 stream.valid_from = {id_: step for id_, step in stream.valid_from.items() if step > message.step}
             self.counts.answer_count += 1
             self._changed.notify_all()
+
+    def _observe_overhead(self, sent: SentStep, now: float, elapsed: float) -> None:
+        """Records how long the messages of a step took, besides the bridge's `elapsed` seconds.
+
+        While the engine computes, its threads and this one keep each other waiting. So an answer that came after the
+        deadline says only that the messages took at least what was left of it.
+        """
+        overhead = min(now, sent.until) - sent.at - elapsed
+        if now > sent.until:
+            overhead = max(overhead, self._overhead_seconds)
+        overhead = min(overhead, _MAX_DELAY_RATIO * max(self._overhead_seconds, _MIN_OVERHEAD_SECONDS))
+        self._overhead_seconds += _FRESH * (overhead - self._overhead_seconds)
 
     def _log_once(self, text: str, kind: str = "", level: int = logging.WARNING) -> None:
         if (kind or text) not in self._logged:

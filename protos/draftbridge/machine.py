@@ -3,7 +3,8 @@
 import hashlib
 import os
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -27,8 +28,22 @@ def compute_units(device: str, threads: int | None, gpus: Sequence[int] = ()) ->
         # A launcher names all Gaudis of a model to each of its processes.
         count = int(os.environ.get("WORLD_SIZE", "0")) if name == "hpu" else 1
         return frozenset(f"{machine}/{name}{one}" for one in numbers), min(max(count, 1), len(numbers))
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    cores = _cores()
     return frozenset(f"{machine}/cpu{core}" for core in cores), min(threads or len(cores), len(cores))
+
+
+def _cores() -> Collection[int]:
+    """Returns the numbers of the cores that this process may use: those of all its threads.
+
+    OpenMP binds each of its threads to a core of its own, and so the thread that has started them.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return range(os.cpu_count() or 1)
+    found = os.sched_getaffinity(0)
+    for task in Path("/proc/self/task").glob("*"):
+        with suppress(ProcessLookupError):  # it has ended
+            found |= os.sched_getaffinity(int(task.name))
+    return found
 
 
 def _gpus(numbers: Iterable[int]) -> list[str]:

@@ -5,13 +5,14 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.metadata import version
 from time import thread_time
 from typing import TypeVar
 
 from cachetools import LRUCache
 from llguidance import LLMatcher
 
-from bridge.errors import InvalidField, InvalidGrammar
+from bridge.errors import InvalidField, InvalidGrammar, NotReady
 from bridge.sampling.grammar import Grammar
 from bridge.text.models import Model
 from services.grammars.byte_matcher import ByteMatcher, byte_tokenizer
@@ -20,6 +21,8 @@ from services.grammars.token_matcher import TextMatcher, TokenMatcher
 from services.grammars.tokenizer import GrammarTokenizer
 from services.grammars.trial import GrammarTrial, grammar_busy
 
+# What grammars are tested with. In an environment that vLLM shares, pip installs an older version, which refuses some.
+_LEAST_VERSION, _INSTALLED_VERSION = "1.9", version("llguidance")
 # The texts of grammars that are known to be usable or refused.
 _KNOWN_BYTES, _ENTRY_BYTES = 16 << 20, 1000
 # Grammars that may wait until the one before them is tried, and requests for slow ones until it is compiled.
@@ -58,7 +61,8 @@ class _Store:
         self._slow_count = 0
 
     async def matchers(self, grammar: Grammar) -> _Compiled:
-        """Returns new matchers at the start of a grammar. Raises `InvalidGrammar` or `SandboxBusy`."""
+        """Returns new matchers at the start of a grammar. Raises `InvalidGrammar`, `NotReady` or `SandboxBusy`."""
+        _check_version(_INSTALLED_VERSION)
         verdict = self._verdict(grammar) or await self._tried(grammar)
         if verdict.error:
             raise InvalidGrammar(grammar.field, str(verdict.error).partition(" ")[2])
@@ -122,6 +126,15 @@ class _Store:
         started = thread_time()
         self._compile_one(grammar)
         return thread_time() - started > _SLOW_SECONDS
+
+
+def _check_version(installed: str) -> None:
+    """Raises `NotReady` for a version of llguidance that is too old."""
+    if [int(part) for part in installed.split(".")[:2]] < [int(part) for part in _LEAST_VERSION.split(".")]:
+        raise NotReady(
+            f"grammars need llguidance {_LEAST_VERSION}, and this server's environment has {installed}: install "
+            "DraftBridge's servers in an environment of their own, without vLLM"
+        )
 
 
 class TokenGrammars:

@@ -108,6 +108,7 @@ class LocalCandidates:
             try:
                 self._guest = self._open()
                 self.counts.connection_count += 1
+                _log.info("candidates from this process, with no draft")
             except DraftBridgeError as error:
                 _log.warning("no candidates; the engine goes on without: %s", error)
             except Exception:

@@ -16,6 +16,20 @@ def test_an_average_begins_with_its_first_value() -> None:
     assert average.value == 15.0
 
 
+def test_an_average_of_gains_may_be_negative() -> None:
+    average = Ewma(0.0)
+    for value in (-3.0, -1.0, 4.0):
+        average.observe(value)
+    assert average.value == pytest.approx(0.0)
+
+
+def test_an_average_of_nothing_still_rises() -> None:
+    average = Ewma(1.0)
+    average.observe(0.0, limit=10.0)
+    average.observe(8.0, limit=10.0)
+    assert average.value == 4.0
+
+
 @pytest.mark.parametrize("times", [FLAT, STEEP])
 def test_a_forward_costs_what_such_forwards_have_cost(times: dict[int, float]) -> None:
     cost, noise = ForwardTime(WidthCost(), 0.0), random.Random(0)

@@ -12,7 +12,9 @@ from bridge.guest_sequence import GuestOpening, GuestSequence
 from bridge.guest_step import Answer, SequenceUpdate, StepUpdate
 from bridge.planning.batch import BatchCosts
 from bridge.planning.estimates import TargetEstimates
+from bridge.planning.prediction import Plan
 from bridge.sources.source import Draft, Offer, Outcome
+from bridge.statistics import Statistics
 from tests.support import tiny
 from tests.support.reciting import FRESH, IDS, MODEL, MS, TEXT, Reciting, guest_of, joined, opened, recited, stepped
 
@@ -25,6 +27,24 @@ async def test_an_engine_that_waits_gets_the_draft_s_turns() -> None:
     guest.close()
     assert accepted["draft"] >= 10
     assert forwards <= len(ids) - 3 - accepted["draft"] + 1
+
+
+async def test_forwards_without_candidates_do_not_count_under_a_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text in which prompt lookup finds something only now and then."""
+    guest, repeated = guest_of(), IDS[:12]
+    ids = list(MODEL.vocabulary.pieces(FRESH).ids)
+    text = [*repeated, *ids[:10], *repeated, *ids[10:20], *repeated, *ids[20:30], *repeated, *ids[30:]]
+    counted, observe = list[tuple[str, bool]](), Statistics.observe
+
+    def noted(self: Statistics, outcome: Outcome, plan: Plan) -> None:
+        counted.append((plan.name, bool(outcome.tried.token_ids)))
+        observe(self, outcome, plan)
+
+    monkeypatch.setattr(Statistics, "observe", noted)
+    await recited(guest, text, 30, MS)
+    guest.close()
+    assert counted.count(("suffix", True)) > 3 and counted.count(("plain", False)) > 10
+    assert ("suffix", False) not in counted
 
 
 @pytest.mark.parametrize("deadline_ms", [0, 2, 50])

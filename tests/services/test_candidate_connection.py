@@ -62,8 +62,7 @@ def test_a_bridge_that_is_slow_only_while_the_engine_computes_is_waited_for_agai
 
     def late(stream: candidate_stream.EngineStream, message: candidate_pb2.ProposeCandidates) -> None:
         if not waiting:
-            sent, _ = stream.sent[message.step]
-            stream.sent[message.step] = sent, 1e-9
+            stream.sent[message.step] = stream.sent[message.step]._replace(until=1e-9)
         take(stream, message)
 
     monkeypatch.setattr(connected._changed, "wait_for", waited)
@@ -80,6 +79,26 @@ def test_a_bridge_that_is_slow_only_while_the_engine_computes_is_waited_for_agai
         assert found == ((last, last + 1) if waits[-1] else found)
     missed = [True] * candidate_stream.MAX_MISSED
     assert waits == [*missed, *[False] * (candidate_stream.UNWAITED_STEPS - 1), True, True, True]
+
+
+@pytest.mark.parametrize(("awaited", "late"), [(True, False), (True, True), (False, False), (False, True)])
+def test_what_messages_take_is_learned_from_answers_that_an_engine_waits_for(awaited: bool, late: bool) -> None:
+    """While it computes, its own threads keep the answer waiting. Deadlines count from when the step began."""
+    client, stream = CandidateClient("127.0.0.1:1", MODEL, b"{}"), candidate_stream.EngineStream()
+    before, now = client._overhead_seconds, time.monotonic()
+    client._patience.note(in_time=False)
+    until = now - 1e-6 if late else now + 100
+    stream.sent[1] = candidate_stream.SentStep(until - 4 * before if late else now - 4 * before, until, awaited)
+    client._on_candidates(stream, candidate_pb2.ProposeCandidates(step=1))
+    assert client._patience.missed_count == late and client.counts.late_count == late
+    if awaited:
+        assert client._overhead_seconds == pytest.approx(1.3 * before, rel=0.1)
+        stream.sent[2] = candidate_stream.SentStep(now - before, now - before / 2, awaited)
+        learned = client._overhead_seconds
+        client._on_candidates(stream, candidate_pb2.ProposeCandidates(step=2))
+        assert client._overhead_seconds == learned, "a late answer may have taken longer, not less"
+    else:
+        assert client._overhead_seconds == before
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")

@@ -2,13 +2,15 @@
 
 import asyncio
 import gc
+from contextlib import nullcontext
 from threading import Event
 
 import pytest
 
-from bridge.errors import InvalidGrammar
+from bridge.errors import InvalidGrammar, NotReady
 from bridge.sampling.grammar import Grammar, GrammarKind
 from services.errors import SandboxBusy
+from services.grammars import store as grammar_store
 from services.grammars.store import TokenGrammars
 from services.grammars.trial import grammar_busy
 from tests.support import grammars as support
@@ -32,6 +34,19 @@ async def test_a_grammar_is_tried_once_and_an_error_kept() -> None:
         with pytest.raises(InvalidGrammar, match=r"^sampling.regex is bad$"):
             await store.open(bad, frozenset({2}))
     assert tried == [good, bad]
+
+
+@pytest.mark.parametrize(("installed", "usable"), [("1.7.6", False), ("1.9.0", True), ("1.10.0", True)])
+async def test_a_library_that_is_too_old_is_named(
+    installed: str, usable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in an environment that vLLM shares."""
+    monkeypatch.setattr(grammar_store, "_INSTALLED_VERSION", installed)
+    opening = TokenGrammars(tiny.model("byte_level"), support.Untried()).open(
+        Grammar(GrammarKind.REGEX, "a+"), frozenset({2})
+    )
+    with nullcontext() if usable else pytest.raises(NotReady, match=r"1\.7\.6: install .* of their own"):
+        await opening
 
 
 class Slow(support.Untried):

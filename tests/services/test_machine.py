@@ -1,5 +1,8 @@
 """Tests the names of accelerators, by which a bridge sees which models compete."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 
 import pytest
@@ -13,6 +16,17 @@ def names(device: str, gpus: Sequence[int] = ()) -> list[str]:
     units, count = compute_units(device, None, gpus)
     assert count == len(units)
     return sorted(unit.split("/")[1] for unit in units)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system cannot bind threads")
+def test_the_cores_of_all_threads_count() -> None:
+    """As in vLLM, whose OpenMP binds the thread that describes the model. In a process of its own, which it binds."""
+    code = (
+        "import os, threading; from draftbridge.machine import compute_units; wait = threading.Event();"
+        "threading.Thread(target=wait.wait, daemon=True).start(); before = compute_units('cpu', None);"
+        "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); assert compute_units('cpu', None) == before"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 @pytest.mark.parametrize(
