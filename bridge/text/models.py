@@ -4,13 +4,14 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 from bridge.errors import PromptTooLong
 from bridge.text.string_matcher import StringMatcher
 from bridge.text.vocabulary import Marks, Rendering, Vocabulary
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 @dataclass(frozen=True)
@@ -142,16 +143,18 @@ def _looks_for(template: str, text: str) -> bool:
     return re.search(rf"{called}|{quoted}\s*(?:not\s+)?in\b", template) is not None
 
 
-def derived(function: Callable[[Model], T]) -> Callable[[Model], T]:
-    """Caches what a function derives from a model in the model itself: a cache elsewhere would keep its vocabulary."""
+def derived(function: Callable[[Model, *Ts], T]) -> Callable[[Model, *Ts], T]:
+    """Caches what a function derives from a model in the model itself: a cache elsewhere would keep its vocabulary.
+
+    Of a function with further arguments, the latest result is kept.
+    """
     name = f"_{function.__name__}"
 
     @wraps(function)
-    def cached(model: Model) -> T:
-        known = vars(model)
-        if name not in known:
-            known[name] = function(model)
-        found: T = known[name]
-        return found
+    def cached(model: Model, *args: *Ts) -> T:
+        known: tuple[tuple[object, ...], T] | None = vars(model).get(name)
+        if known is None or known[0] != args:
+            known = vars(model)[name] = args, function(model, *args)
+        return known[1]
 
     return cached
