@@ -31,6 +31,25 @@ def ending_at_once() -> Iterator[None]:
 
 
 @contextmanager
+def as_interrupts() -> Iterator[None]:
+    """Lets a SIGTERM, and the end of the terminal, raise KeyboardInterrupt during the block, which then tidies up.
+
+    Signals that a caller handles, or ignores as `nohup` does, are left alone.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) is signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
+
+
+@contextmanager
 def _by_the_system(numbers: Iterable[signal.Signals]) -> Iterator[None]:
     """Lets these signals end the process during the block; in the main thread only."""
     if threading.current_thread() is not threading.main_thread():

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from bridge.errors import DraftBridgeError
 from draftbridge import CallError, Client, Event
-from draftbridge.v1 import bridge_pb2
+from draftbridge.v1 import bridge_pb2, model_pb2
 from services.engines.cpu import core_count, cpu_name
 from services.extras import install_extra
 
@@ -34,6 +34,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "draft model": {"sources": ["draft"]},
     AUTO: {},
 }
+_PICTURES = ("pdf", "png", "svg")
 _SOURCES = {"draft": "draft model", "suffix": "prompt lookup", "learned": "earlier outputs"}
 # Speculation that gains less is not worth a second model: it is within what two runs differ by.
 WORTH_IT = 1.05
@@ -91,7 +92,7 @@ def _entries(text: str, *, lines_of_text: bool) -> Iterator[tuple[str, Any]]:
         for number, entry in enumerate(json.loads(text), start=1):
             yield f"prompt {number}", entry
         return
-    for number, line in enumerate(text.splitlines() if lines_of_text else text.split("\n"), start=1):
+    for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), start=1):  # U+2028 is text
         if line.strip():
             try:
                 yield f"line {number}", line if lines_of_text else json.loads(line)
@@ -129,6 +130,19 @@ def _is_message(value: Any) -> bool:
 def measured_pair(pairs: Iterable[bridge_pb2.Pair]) -> bridge_pb2.Pair:
     """Returns the first pair that can run; one without names, for the first target alone, if there is none."""
     return next((one for one in pairs if not one.refusal), bridge_pb2.Pair())
+
+
+def models_of(services: Sequence[bridge_pb2.ServiceState], pair: bridge_pb2.Pair) -> list[model_pb2.Model]:
+    """Returns the target of a pair, the first if it has no name, and the draft, if it has one.
+
+    Two models may have one name, in different roles.
+    """
+    found = []
+    for role, name in ((model_pb2.ROLE_TARGET, pair.target), (model_pb2.ROLE_DRAFT, pair.draft)):
+        ones = [one.model for one in services if one.role == role and one.state == one.STATE_AVAILABLE]
+        if name or role == model_pb2.ROLE_TARGET:
+            found += [one for one in ones if name in ("", one.name)][:1]
+    return found
 
 
 def measure(
@@ -214,13 +228,12 @@ def table(samples: Sequence[Sample]) -> Table:
     result = _columns("", "tokens/s", "ratio", "predicted", "tokens/pass", "text", "accepted")
     for way, found in by(samples, lambda one: one.way).items():
         predicted = _predicted(found)
-        token_count = sum(one.token_count for one in found) + len(found)
         result.add_row(
             way,
             f"{speed(found):.1f}",
             f"{ratio(samples, way):.2f}x",
             f"{predicted:.1f}" if predicted and way == AUTO else "",
-            f"{token_count / _total(found, 'target_pass_count'):.2f}",
+            f"{tokens_per_pass(found):.2f}",
             "",
             _accepted([one.speculation for one in found]),
         )
@@ -230,6 +243,11 @@ def table(samples: Sequence[Sample]) -> Table:
                 part = sum(one.accepted_byte_count for one in ones) / max(_total(found, "generated_byte_count"), 1)
                 result.add_row(f" {_SOURCES.get(name, name)}", "", "", "", "", f"{part:.0%}", _accepted(ones))
     return result
+
+
+def tokens_per_pass(found: Sequence[Sample]) -> float:
+    """Returns how many tokens a pass of the target gave on average. A sample's count lacks the first token."""
+    return (sum(one.token_count for one in found) + len(found)) / _total(found, "target_pass_count")
 
 
 def _accepted(counted: Sequence[Any]) -> str:
@@ -279,12 +297,17 @@ def verdict(samples: Sequence[Sample], draft: str) -> str:
         return "No text was longer than one pass: give longer prompts or more --tokens."
     accepted = {way: _total([one for one in samples if one.way == way], "num_accepted_tokens") for way in ways}
     ratios = {way: ratio(samples, way) for way in ways}
-    # A way none of whose candidates was accepted has gained nothing, whatever the times are.
-    gain = {way: found if accepted[way] else min(found, 1.0) for way, found in ratios.items()}
+    # A pass with candidates takes no less time than one without. So a way cannot gain more than its passes have tokens,
+    # and nothing if none of its candidates was accepted, whatever the times are.
+    gain = {
+        way: min(ratios[way], tokens_per_pass(found)) if accepted[way] else min(ratios[way], 1.0)
+        for way, found in by(samples, lambda one: one.way).items()
+        if way in ways
+    }
     has_draft = "draft model" in ways
     with_draft = max((way for way in (AUTO, "draft model") if way in ways), key=gain.__getitem__, default="")
-    lookup = max((way for way in ("prompt lookup", AUTO)[: 1 if has_draft else 2] if way in ways), key=gain.__getitem__)
     helped = [one for one in samples if one.way == with_draft and _accepted_of(one, "draft")]
+    lookup = max((way for way in ("prompt lookup", AUTO)[: 1 if helped else 2] if way in ways), key=gain.__getitem__)
     drafts = bool(helped) and gain[with_draft] >= WORTH_IT * gain[lookup]
     best = with_draft if drafts else lookup
     if not any(accepted.values()):
@@ -293,7 +316,7 @@ def verdict(samples: Sequence[Sample], draft: str) -> str:
         why = f"and speculation costs time here ({lowest:.2f}x)" if costs else "so the times differ by chance"
         return f"Use the target alone: no candidate was accepted, {why}."
     if gain[best] < WORTH_IT:
-        return f"Use the target alone: speculation gains nothing here ({gain[best]:.2f}x)."
+        return f"Use the target alone: speculation gains nothing here ({max(gain.values()):.2f}x)."
     categories = by(samples, lambda one: one.category)
     losers = [name for name, some in categories.items() if name and ratio(some, best) < WORTH_IT]
     for_all = f"; it is not worth it for {', '.join(losers)}" if losers and len(losers) < len(categories) else ""
@@ -333,12 +356,11 @@ def differences(samples: Sequence[Sample]) -> str:
 def check_plot(path: Path) -> None:
     """Raises `InvalidPrompts` if `plot` cannot draw this file."""
     try:
-        from matplotlib.figure import Figure
+        import matplotlib.figure  # noqa: F401
     except ImportError as error:
         raise InvalidPrompts(f"--plot needs matplotlib: {install_extra('plot')}") from error
-    known = Figure().canvas.get_supported_filetypes()
-    if path.suffix.lower().lstrip(".") not in known:
-        raise InvalidPrompts(f"--plot cannot draw {path.name}: name a file that ends with {', '.join(sorted(known))}")
+    if path.suffix.lower().lstrip(".") not in _PICTURES:  # other kinds need programs that may be missing
+        raise InvalidPrompts(f"--plot cannot draw {path.name}: name a file that ends with {', '.join(_PICTURES)}")
 
 
 def plot(samples: Sequence[Sample], title: str, path: Path) -> None:

@@ -1,20 +1,31 @@
 """The command `bench`."""
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from subprocess import Popen
 from typing import Annotated, Any
 
 import typer
 
-from draftbridge import Client
+from draftbridge import CallError, Client
 from services.cli import bench
 from services.cli.connection import Connect, connecting
 from services.cli.fitted import Fitted
-from services.cli.processes import check_cores, draft_threads, fetch, fleet, private_environment, server_options
+from services.cli.processes import (
+    check_cores,
+    draft_threads,
+    fetch,
+    fleet,
+    how_ended,
+    private_environment,
+    server_options,
+)
 from services.cli.terminal import DEFAULT_DRAFT, DEFAULT_TARGET, check_writable, err, fail, out, report, writing
 from services.config import MODEL_HELP
 from services.engines.cpu import cpu_name
 from services.engines.registry import AUTO
+from services.interrupts import as_interrupts
 from services.store.built_in import SUFFIX
 
 _CORES_HELP = "Cores for the {}, such as 0,1 or 0-3. Disjoint cores simulate two machines."
@@ -49,9 +60,14 @@ def run(
     plot: Annotated[Path | None, typer.Option(help="Draw the ratios to this file, PNG or SVG.")] = None,
 ) -> None:
     """Measure a pair on your prompts and your machine, and report whether speculation helps."""
+    read = {"--prompts": prompts}
     for name, path in (("--json", json), ("--plot", plot)):  # not found out after minutes of measuring
         if path:
             check_writable(path, name)
+            for other, taken in read.items():
+                if path == taken or (path.exists() and taken.exists() and path.samefile(taken)):
+                    raise typer.BadParameter(f"it is the file of {other}: name another one", param_hint=name)
+            read[name] = path
     if plot:
         bench.check_plot(plot)
     given = bench.read_prompts(prompts, count)
@@ -66,7 +82,8 @@ def run(
         raise typer.BadParameter(problem, param_hint=extra[0])
     drafted = None if draft == "none" else draft
     with ExitStack() as stack:
-        address = server
+        stack.enter_context(as_interrupts())
+        address, running = server, dict[str, Popen[str]]()
         if not server:
             environment = private_environment()
             usual = {"engine": AUTO}
@@ -78,7 +95,7 @@ def run(
             draft_options = server_options(draft, environment, usual, engine=draft_engine, threads=threads)
             fetch([target], [drafted], report, trusted=target_options.trusted)
             report("starting the model servers and a bridge")
-            address = stack.enter_context(
+            started = stack.enter_context(
                 fleet(
                     target,
                     drafted,
@@ -87,47 +104,70 @@ def run(
                     target_cores=of_target,
                     draft_cores=of_draft,
                 )
-            ).bridge
+            )
+            address, running = started.bridge, started.processes
         client = stack.enter_context(connect(address) if server else Client(address))
-        models = {model.name: model for model in client.models()}
-        if not models:
-            fail(f"the bridge at {address} has no model to measure: connect it to a target, or wait until it is there")
         pairs = client.pairs()
         pair = bench.measured_pair(pairs)
+        models = bench.models_of(client.services(), pair)
+        if not models:
+            fail(f"the bridge at {address} has no model to measure: connect it to a target, or wait until it is there")
         for one in [] if pair.draft else pairs:
             report(f"{one.draft} is not measured beside {one.target}: {one.refusal}")
         ways = [way for way in bench.WAYS if pair.draft or way != "draft model"]
-        served = ", ".join(f"{one.name} ({one.engine}, {one.dtype}, {one.device})" for one in models.values())
+        served = ", ".join(f"{one.name} ({one.engine}, {one.dtype}, {one.device})" for one in models)
         samples: list[bench.Sample] = []
         failures: list[dict[str, Any]] = []
+        stopped = ""
         with err.status("measuring") as status:
-            for number, found in enumerate(bench.measure(client, pair, given, ways, tokens, temperature), start=1):
-                if isinstance(found, str):
-                    failures.append({"prompt": number - 1, "error": found})
-                    report(f"prompt {number} is left out: {found}")
-                else:
-                    samples += found
-                status.update(f"measured {number} of {len(given)} prompts")
+            try:
+                for number, found in enumerate(bench.measure(client, pair, given, ways, tokens, temperature), start=1):
+                    if isinstance(found, str):
+                        failures.append({"prompt": number - 1, "error": found})
+                        report(f"prompt {number} is left out: {found}")
+                        if stopped := _ended(running):
+                            break
+                    else:
+                        samples += found
+                    status.update(f"measured {number} of {len(given)} prompts")
+            except KeyboardInterrupt:
+                stopped = "it was interrupted"
+            except CallError as error:
+                stopped = _ended(running) or str(error)
+    if stopped:
+        report(f"measuring stopped: {stopped}")
     if not samples:
         fail("no prompt could be measured")
-    count = len(given) - len(failures)
+    count = len({one.prompt for one in samples})
     title = f"{served}; {cpu_name()}; {count} prompts of {tokens} tokens, temperature {temperature:g}"
-    out.print(title, markup=False, highlight=False, soft_wrap=True)
-    out.print(Fitted(bench.table(samples)))
-    out.print(Fitted(bench.time_table(samples)))
-    if differences := bench.differences(samples):
-        out.print(differences, style="dim", markup=False, highlight=False, soft_wrap=True)
     verdict = bench.verdict(samples, pair.draft if server else draft)
-    out.print(verdict, style="bold", markup=False, highlight=False, soft_wrap=True)
-    if json:
-        asked = {"prompts": prompts.name, "tokens": tokens, "temperature": temperature, "weights": weights or AUTO}
-        pinned = {"target_cores": target_cores, "draft_cores": draft_cores}
-        about = {"title": title, "verdict": verdict, **asked, **pinned, "failures": failures}
-        with writing(json):
-            json.write_text(bench.as_json(samples, about))
-    if plot:
-        with writing(plot):
-            bench.plot(samples, title.replace("; ", "\n"), plot)
+    if count < len(given):
+        verdict += f" This is from {count} of {len(given)} prompts."
+    try:  # files first: who reads the output may leave
+        if json:
+            asked = {"prompts": prompts.name, "tokens": tokens, "temperature": temperature, "weights": weights or AUTO}
+            pinned = {"target_cores": target_cores, "draft_cores": draft_cores}
+            about = {"title": title, "verdict": verdict, **asked, **pinned, "failures": failures, "stopped": stopped}
+            with writing(json):
+                json.write_text(bench.as_json(samples, about))
+        if plot:
+            with writing(plot):
+                bench.plot(samples, title.replace("; ", "\n"), plot)
+    finally:
+        out.print(title, markup=False, highlight=False, soft_wrap=True)
+        out.print(Fitted(bench.table(samples)))
+        out.print(Fitted(bench.time_table(samples)))
+        if differences := bench.differences(samples):
+            out.print(differences, style="dim", markup=False, highlight=False, soft_wrap=True)
+        out.print(verdict, style="bold", markup=False, highlight=False, soft_wrap=True)
+    if stopped:
+        raise typer.Exit(1)
+
+
+def _ended(processes: Mapping[str, Popen[str]]) -> str:
+    """Returns which of the servers has ended, and how; "" if all run."""
+    ended = ((name, one.returncode) for name, one in processes.items() if one.poll() is not None)
+    return next((f"the {name} has ended {how_ended(status)}" for name, status in ended), "")
 
 
 def _cores(text: str) -> list[int] | None:
@@ -139,6 +179,6 @@ def _cores(text: str) -> list[int] | None:
     except ValueError:
         raise typer.BadParameter(f"{text!r} is not a list of cores such as 0,1 or 0-3") from None
     check_cores([core for ends in ranges for core in ends], text)  # first, because a range may have billions of cores
-    cores = [core for ends in ranges for core in range(ends[0], ends[-1] + 1)]
+    cores = list(dict.fromkeys(core for ends in ranges for core in range(ends[0], ends[-1] + 1)))
     check_cores(cores, text)
     return cores

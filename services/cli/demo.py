@@ -24,7 +24,7 @@ from services.engines.spec import EngineOptions
 from services.errors import ChecksumMismatch, DamagedFile, ModelNotFound
 from services.store.built_in import SUFFIX
 from services.store.cache import NoSpace
-from services.store.resolve import default_name, resolve
+from services.store.resolve import resolve
 
 # Colours of the sources, by name; any other source gets `OTHER`.
 STYLES = {"": "", "draft": "green", "suffix": "cyan", "grammar": "magenta", "learned": "yellow"}
@@ -120,10 +120,10 @@ def run(console: Console, wanted: Demonstration, max_tokens: int | None, report:
     with ExitStack() as stack:
         wanted, running = _running(wanted, stack, report)
         client = stack.enter_context(Client(running.bridge))
-        served = {model.name: model for model in client.models()}
-        described = ", ".join(f"{one.name} ({one.engine}, {one.dtype})" for one in served.values())
+        served = bench.models_of(client.services(), bench.measured_pair(client.pairs()))
+        described = ", ".join(f"{one.name} ({one.engine}, {one.dtype})" for one in served)
         report(f"{described}; bridge at {running.bridge}")
-        target = served[default_name(wanted.target)]
+        target = served[0]
         chats = bool(target.chat_template)
         options: dict[str, Any] = {"prompt": wanted.prompt}
         if chats:

@@ -18,7 +18,7 @@ from services.config_reading import load
 from services.engines import together
 from services.engines.cpu import core_count
 from services.engines.registry import AUTO, engine_spec
-from services.interrupts import importing
+from services.interrupts import as_interrupts, importing
 from services.store.built_in import SUFFIX
 from services.store.cache import Report
 
@@ -230,6 +230,7 @@ def fleet(
         return () if configured else ("--name", default_name(model))
 
     with contextlib.ExitStack() as stack:
+        stack.enter_context(as_interrupts())
         announced = Announcements()
 
         def start(name: str, *arguments: str, **variables: str) -> None:

@@ -33,8 +33,8 @@ def top(
     with connect(server) as client:
         if once:
             out.print(view(server, client.status()))
-        elif not out.is_terminal:
-            fail("a live view needs a terminal: use --once to print it")
+        elif not out.is_terminal or out.is_dumb_terminal:
+            fail("a live view needs a terminal that moves its cursor: use --once to print it")
         else:
             _live(client, server, interval)
 

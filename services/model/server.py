@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -69,6 +70,9 @@ def run(
         return
     options = pinned_options(config)
     bind_threads(options.device, options.threads, compiles=options.compile)
+    serving = threading.Event()
+    if until_stdin_closes:
+        threading.Thread(target=_end_with_parent, args=(serving,), name="parent", daemon=True).start()
     drafts = config.role is Role.DRAFT
     selection = partial(fastest, report=report, drafts=drafts, deterministic=config.determinism)
     with together.loading():
@@ -85,6 +89,7 @@ def run(
 
     async def serve() -> None:
         stop = stop_event(until_stdin_closes)  # first, because an interrupted server cannot be deleted cleanly
+        serving.set()
         server = Server(config.listen, config, insight)
         # In a thread, so that a signal is handled meanwhile.
         opening = partial(spec.open, path, options)
@@ -101,6 +106,17 @@ def run(
             os._exit(1)
 
     asyncio.run(serve())
+
+
+def _end_with_parent(serving: threading.Event) -> None:
+    """Ends this process with the one that has started it, as long as it chooses an engine or converts a model.
+
+    What it has not written completely is not used later.
+    """
+    while os.read(0, 1 << 16):  # not through sys.stdin, see `stop_event`
+        pass
+    if not serving.is_set():
+        os._exit(0)
 
 
 def _health(config: ModelServerConfig, loaded: LoadedModel) -> ModelHealth:

@@ -95,7 +95,8 @@ def reading(path: Path) -> Iterator[None]:
 
 def cache_directory() -> Path:
     """Returns the cache's directory: below DRAFTBRIDGE_CACHE if that is set, else in the user's cache directory."""
-    return Path(os.environ.get("DRAFTBRIDGE_CACHE") or user_cache_path("draftbridge")) / "models"
+    chosen = os.environ.get("DRAFTBRIDGE_CACHE")
+    return (Path(chosen).expanduser() if chosen else user_cache_path("draftbridge")) / "models"
 
 
 def write_json(file: Path, value: object) -> None:

@@ -102,6 +102,11 @@ def _directory(path: Path, weights: bool = True) -> Path:
     missing = [name for name in ("config.json", "tokenizer.json") if not (path / name).is_file()]
     if weights and not (any(path.glob("*.safetensors")) or any(path.glob("pytorch_model*.bin"))):
         missing.append("*.safetensors")
+    if missing and (files := sorted(path.glob("*.gguf"))):
+        raise UnusableModel(
+            f"{path} has {len(files)} GGUF files, and an engine reads one: name it, such as {files[0]}",
+            model=path,
+        )
     if missing:
         raise UnusableModel(
             f"{path} is not a model directory: it lacks {', '.join(missing)}. Save the model and its fast tokenizer "

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -36,6 +37,7 @@ from tests.support.zoo import bridge, hurry, serving, trained
     ("name", "text", "expected"),
     [
         ("a.txt", "one\n\ntwo\n", [{"prompt": "one", "category": ""}, {"prompt": "two", "category": ""}]),
+        ("a.txt", "one\x0c\u2028two\r\n", [{"prompt": "one\x0c\u2028two", "category": ""}]),
         ("a.txt", "\ufeffone\n", [{"prompt": "one", "category": ""}]),
         ("a.json", '[{"prompt": "one", "category": "x"}]', [{"prompt": "one", "category": "x"}]),
         (
@@ -101,7 +103,7 @@ def nothing() -> bridge_pb2.SpeculationStatistics:
 
 def used(*sources: str) -> bridge_pb2.SpeculationStatistics:
     """Returns statistics of accepted candidates of these sources; by default of both."""
-    found = bridge_pb2.SpeculationStatistics(num_draft_tokens=9, num_accepted_tokens=5)
+    found = bridge_pb2.SpeculationStatistics(num_draft_tokens=9, num_accepted_tokens=5, target_pass_count=10)
     for name in sources or ("draft", "suffix"):
         found.sources.add(name=name, num_draft_tokens=9, num_accepted_tokens=5)
     return found
@@ -129,6 +131,7 @@ def samples(*speeds: dict[str, float]) -> list[Sample]:
             "Use no draft: expect 1.60x from prompt lookup",
         ),
         ([{ALONE: 10, "prompt lookup": 16, "draft model": 9, AUTO: 16}], "and d adds nothing"),
+        ([{ALONE: 72, "prompt lookup": 60, "draft model": 60, AUTO: 71}], "speculation gains nothing here (0.99x)"),
         ([{ALONE: 10, "prompt lookup": 13, AUTO: 13}], "Use no draft: expect 1.30x from prompt lookup."),
         ([{ALONE: 10, "prompt lookup": 10, "draft model": 9, AUTO: 10}], "Use the target alone"),
         ([{ALONE: 10, "prompt lookup": 10.4, "draft model": 9, AUTO: 10.7}], "Use the target alone"),
@@ -160,7 +163,7 @@ def test_the_verdict(speeds: list[dict[str, float]], words: str) -> None:
     ("accepted", "words"),
     [
         ({}, "Use the target alone: no candidate was accepted, so the times differ by chance."),
-        ({"prompt lookup": ["suffix"], AUTO: ["suffix"]}, "Use no draft: expect 1.60x from prompt lookup"),
+        ({"prompt lookup": ["suffix"]}, "Use no draft: expect 1.60x from prompt lookup"),
         ({"draft model": ["draft"], AUTO: ["draft"]}, "Use d as the draft: expect 1.80x (1.00x without a draft)"),
     ],
 )
@@ -168,6 +171,19 @@ def test_a_way_without_accepted_candidates_has_gained_nothing(accepted: dict[str
     some = samples({ALONE: 10, "prompt lookup": 16, "draft model": 17, AUTO: 18})
     found = [replace(one, speculation=used(*accepted[one.way]) if one.way in accepted else nothing()) for one in some]
     assert words in verdict(found, "d")
+
+
+def test_a_gain_of_auto_by_prompt_lookup_alone_counts() -> None:
+    some = samples({ALONE: 100, "prompt lookup": 104, "draft model": 60, AUTO: 130})
+    found = [replace(one, speculation=used("suffix")) if one.way == AUTO else one for one in some]
+    assert verdict(found, "d") == "Use no draft: expect 1.30x from prompt lookup, and d adds nothing."
+
+
+def test_nothing_gains_more_than_its_passes_have_tokens() -> None:
+    some = samples({ALONE: 10, "prompt lookup": 17, AUTO: 17})
+    for one in some[1:]:
+        one.speculation.target_pass_count = 90
+    assert verdict(some, "d") == "Use no draft: expect 1.12x from prompt lookup."
 
 
 def test_candidates_that_are_all_wrong_cost_time() -> None:
@@ -284,6 +300,8 @@ def test_a_full_disk_is_noticed_before_anything_is_measured(tmp_path: Path, monk
         (["--json", "nowhere/a.json"], "nowhere does not exist"),
         (["--json", "."], ". cannot be written"),
         (["--plot", "a.xyz"], "cannot draw a.xyz"),
+        (["--plot", "a.pgf"], "cannot draw a.pgf"),
+        (["--json", "a.svg", "--plot", "a.svg"], "it is the file of --json"),
         (["--engine", "torch"], "of a running bridge, the first usable pair is measured"),
     ],
 )
@@ -312,7 +330,11 @@ class TwoDrafts(bridge_pb2_grpc.BridgeServiceServicer):
     def ListModels(  # noqa: N802
         self, request: bridge_pb2.ListModelsRequest, context: object
     ) -> bridge_pb2.ListModelsResponse:
-        return bridge_pb2.ListModelsResponse(models=[model_pb2.Model(name="large")])
+        response = bridge_pb2.ListModelsResponse()
+        for role, name in ((model_pb2.ROLE_TARGET, "large"), *((model_pb2.ROLE_DRAFT, one) for one in self.refusals)):
+            state = bridge_pb2.ServiceState.STATE_AVAILABLE
+            response.services.add(role=role, state=state, model=model_pb2.Model(name=name))
+        return response
 
     def ListPairs(  # noqa: N802
         self, request: bridge_pb2.ListPairsRequest, context: object
@@ -345,6 +367,33 @@ def test_a_pair_that_can_run_is_measured_by_its_name(
     assert ("draft model" in result.output) is ("used" in refusals)
     assert [one["prompt"] for one in written["failures"]] == left_out
     assert ("refused is not measured beside large: the only replica" in result.output) is ("used" not in refusals)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=str)
+def test_what_was_measured_before_an_end_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    prompts, found, measure = tmp_path / "p.txt", tmp_path / "found.json", bench.measure
+    prompts.write_text("one\ntwo\n")
+
+    def interrupted(*args: Any) -> Iterator[list[Sample] | str]:
+        yield next(measure(*args))
+        signal.raise_signal(number)
+
+    monkeypatch.setattr(bench, "measure", interrupted)
+    before = signal.getsignal(number)
+    with ThreadPoolExecutor(1) as pool:
+        server = grpc.server(pool)
+        bridge_pb2_grpc.add_BridgeServiceServicer_to_server(TwoDrafts(), server)
+        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        server.start()
+        words = ["bench", "--server", address, "--prompts", str(prompts), "--json", str(found)]
+        result = CliRunner().invoke(app, words)
+        server.stop(None)
+    assert result.exit_code == 1 and "measuring stopped: it was interrupted" in result.output
+    assert "This is from 1 of 2 prompts." in result.output.replace("\n", " ")
+    assert json.loads(found.read_text())["stopped"] == "it was interrupted"
+    assert signal.getsignal(number) == before
 
 
 async def test_both_models_have_read_a_prompt_before_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

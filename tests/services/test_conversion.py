@@ -234,6 +234,14 @@ def test_a_cut_file_is_called_that(
     assert "failed" not in capfd.readouterr().err
 
 
+def test_a_directory_with_a_gguf_file_names_it(tmp_path: Path) -> None:
+    gguf.write_qwen(tmp_path / "tiny.gguf")
+    with pytest.raises(
+        UnusableModel, match=r"has 1 GGUF files, and an engine reads one: name it, such as .*/tiny.gguf"
+    ):
+        resolve(str(tmp_path), ignore)
+
+
 @pytest.mark.usefixtures("warm_conversion")
 def test_a_file_of_an_unknown_architecture_is_read_once_for_all_engines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
@@ -287,7 +295,7 @@ def test_a_directory_with_a_gguf_file_needs_no_other_weights(tmp_path: Path) -> 
         resolve(str(tmp_path), weights="")
     (tmp_path / "model.gguf").write_bytes(b"GGUF one")
     assert resolve(str(tmp_path), weights="") == tmp_path
-    with pytest.raises(UnusableModel, match="lacks"):
+    with pytest.raises(UnusableModel, match="name it, such as"):
         resolve(str(tmp_path))
     first = fingerprint(tmp_path)
     (tmp_path / "model.gguf").write_bytes(b"GGUF two")

@@ -99,6 +99,12 @@ def test_names_that_the_bridge_does_not_have_are_refused(tiny_fleet: Fleet, tmp_
             command = ["zoo", "measure", option, names, "--output", str(tmp_path)]
             result = CliRunner().invoke(app, command)
             assert result.exit_code == 1 and f"{option} must be names" in str(result.exception)
+    result = CliRunner().invoke(app, ["zoo", "predict", "--server", tiny_fleet.bridge, "--engine", "torch"])
+    assert result.exit_code == 1 and "--engine must be left out with --server" in str(result.exception)
+    result = CliRunner().invoke(app, ["zoo", "predict", "--targets", "a/model.gguf,b/model.gguf", "--drafts", "suffix"])
+    assert result.exit_code == 1 and "different names, got model for a/model.gguf, b/model.gguf" in str(
+        result.exception
+    )
     result = CliRunner().invoke(app, ["zoo", "measure", "--server", tiny_fleet.bridge, "--temperatures", "warm"])
     assert result.exit_code == 1 and "--temperatures" in str(result.exception)
 

@@ -8,12 +8,14 @@ from typing import Any
 from bridge.errors import InvalidField
 from draftbridge import Client
 from draftbridge.v1 import model_pb2
+from services.cli.bench import by
 from services.cli.connection import Connect
 from services.cli.processes import fetch, launched, private_environment, serve, server_options
 from services.cli.terminal import report
 from services.cli.zoo.predict import Times
 from services.cli.zoo.samples import Models
 from services.engines.registry import AUTO
+from services.interrupts import as_interrupts
 from services.store.built_in import SUFFIX
 from services.store.resolve import default_name
 
@@ -47,6 +49,8 @@ def running(
     named, drafting = _names("--targets", targets), _names("--drafts", drafts)
     with ExitStack() as stack:
         if server:
+            if engine:
+                raise InvalidField("--engine", "left out with --server: the models of a running bridge are as they are")
             client = stack.enter_context(connect(server))
             yield _read(client, named, drafting, {})
             return
@@ -100,10 +104,14 @@ def _fleet(targets: Sequence[str], drafts: Sequence[str], engine: str | None) ->
     models = list(dict.fromkeys((*targets, *drafts)))
     if SUFFIX in targets:
         raise InvalidField("--targets", f"models with a text of their own, not {SUFFIX}", ", ".join(targets))
+    for name, ones in by(models, default_name).items():
+        if len(ones) > 1:
+            raise InvalidField("--targets and --drafts", "models with different names", f"{name} for {', '.join(ones)}")
     environment = private_environment()
     chosen = server_options(models[0], environment, {"engine": AUTO}, engine=engine)
     fetch(targets, drafts, report, trusted=chosen.trusted)
     with ExitStack() as stack:
+        stack.enter_context(as_interrupts())
         options: list[str] = []
         served = {}
         for number, model in enumerate(models, start=1):
