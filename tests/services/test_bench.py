@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import grpc
 import pytest
 import typer
+from click.testing import Result
 from typer.testing import CliRunner
 
 from bridge.sampling.sampler import Logits
@@ -343,6 +344,18 @@ class TwoDrafts(bridge_pb2_grpc.BridgeServiceServicer):
         return bridge_pb2.ListPairsResponse(pairs=pairs)
 
 
+def measured_beside_two_drafts(prompts: Path, found: Path) -> Result:
+    with ThreadPoolExecutor(1) as pool:
+        server = grpc.server(pool)
+        bridge_pb2_grpc.add_BridgeServiceServicer_to_server(TwoDrafts(), server)
+        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        server.start()
+        words = ["bench", "--server", address, "--prompts", str(prompts), "--json", str(found)]
+        result = CliRunner().invoke(app, words)
+        server.stop(None)
+    return result
+
+
 @pytest.mark.parametrize(
     ("refusals", "measured", "left_out"),
     [({"refused": "the only replica", "used": ""}, "large used", [1]), ({"refused": "the only replica"}, " ", [])],
@@ -353,14 +366,7 @@ def test_a_pair_that_can_run_is_measured_by_its_name(
     monkeypatch.setattr(TwoDrafts, "refusals", refusals)
     prompts, found = tmp_path / "p.txt", tmp_path / "found.json"
     prompts.write_text("one\nlose it\n")
-    with ThreadPoolExecutor(1) as pool:
-        server = grpc.server(pool)
-        bridge_pb2_grpc.add_BridgeServiceServicer_to_server(TwoDrafts(), server)
-        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-        server.start()
-        words = ["bench", "--server", address, "--prompts", str(prompts), "--json", str(found)]
-        result = CliRunner().invoke(app, words)
-        server.stop(None)
+    result = measured_beside_two_drafts(prompts, found)
     assert result.exit_code == 0, result.output
     written = json.loads(found.read_text())
     assert {one["text"] for one in written["runs"]} == {measured}
@@ -382,14 +388,7 @@ def test_what_was_measured_before_an_end_is_kept(
 
     monkeypatch.setattr(bench, "measure", interrupted)
     before = signal.getsignal(number)
-    with ThreadPoolExecutor(1) as pool:
-        server = grpc.server(pool)
-        bridge_pb2_grpc.add_BridgeServiceServicer_to_server(TwoDrafts(), server)
-        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-        server.start()
-        words = ["bench", "--server", address, "--prompts", str(prompts), "--json", str(found)]
-        result = CliRunner().invoke(app, words)
-        server.stop(None)
+    result = measured_beside_two_drafts(prompts, found)
     assert result.exit_code == 1 and "measuring stopped: it was interrupted" in result.output
     assert "This is from 1 of 2 prompts." in result.output.replace("\n", " ")
     assert json.loads(found.read_text())["stopped"] == "it was interrupted"
