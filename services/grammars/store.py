@@ -1,6 +1,7 @@
 """Tries each grammar once, and compiles it for the vocabulary of a model or for bytes."""
 
 import asyncio
+import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -130,9 +131,9 @@ class _Store:
 
 def _check_version(installed: str) -> None:
     """Raises `NotReady` for a version of llguidance that is too old."""
-    if [int(part) for part in installed.split(".")[:2]] < [int(part) for part in _LEAST_VERSION.split(".")]:
+    if [int(part) for part in re.findall(r"\d+", installed)[:2]] < [int(part) for part in _LEAST_VERSION.split(".")]:
         raise NotReady(
-            f"grammars need llguidance {_LEAST_VERSION}, and this server's environment has {installed}: install "
+            f"grammars need llguidance {_LEAST_VERSION}, and this environment has {installed}: install "
             "DraftBridge's servers in an environment of their own, without vLLM"
         )
 
@@ -150,7 +151,7 @@ class TokenGrammars:
     async def open(self, grammar: Grammar, ends: frozenset[int]) -> TokenMatcher:
         """Returns a matcher for a target, whose texts end with one of `ends`.
 
-        Raises `InvalidGrammar`, `SandboxBusy`, and `InvalidField` if the model has none of `ends`.
+        Raises `InvalidGrammar`, `NotReady`, `SandboxBusy`, and `InvalidField` if the model has none of `ends`.
         """
         known = frozenset(id_ for id_ in ends if self._model.has(id_))
         if not known:
@@ -159,7 +160,7 @@ class TokenGrammars:
         return TokenMatcher(matcher, byte_matcher, grammar, self._made_tokenizer(), known, self._model.name)
 
     async def open_draft(self, grammar: Grammar) -> TextMatcher:
-        """Returns a matcher for a draft. Raises `InvalidGrammar` or `SandboxBusy`."""
+        """Returns a matcher for a draft. Raises `InvalidGrammar`, `NotReady` or `SandboxBusy`."""
         ends = frozenset(id_ for id_ in self._model.special_ids.eos if self._model.has(id_))
         matcher, _ = await self._store.matchers(grammar)
         return TextMatcher(matcher, grammar, self._made_tokenizer(), ends, self._model.name)
@@ -186,7 +187,7 @@ class ByteGrammars:
         self._store = _Store(lambda grammar: (compile_grammar(tokenizer, grammar),), GrammarTrial())
 
     async def open(self, grammar: Grammar) -> ByteMatcher:
-        """Returns a matcher at the start of a text. Raises `InvalidGrammar` or `SandboxBusy`."""
+        """Returns a matcher at the start of a text. Raises `InvalidGrammar`, `NotReady` or `SandboxBusy`."""
         return ByteMatcher(*await self._store.matchers(grammar))
 
     def close(self) -> None:

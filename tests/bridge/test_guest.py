@@ -42,6 +42,8 @@ async def test_forwards_without_candidates_do_not_count_under_a_source(monkeypat
 
     monkeypatch.setattr(Statistics, "observe", noted)
     await recited(guest, text, 30, MS)
+    for number, id_ in enumerate([*repeated, repeated[0]], start=len(text)):  # the engine can verify nothing
+        await stepped(guest, 1000 + number, SequenceUpdate(1, number, (id_,), max_candidate_count=0))
     guest.close()
     assert counted.count(("suffix", True)) > 3 and counted.count(("plain", False)) > 10
     assert ("suffix", False) not in counted

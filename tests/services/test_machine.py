@@ -18,14 +18,27 @@ def names(device: str, gpus: Sequence[int] = ()) -> list[str]:
     return sorted(unit.split("/")[1] for unit in units)
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system cannot bind threads")
-def test_the_cores_of_all_threads_count() -> None:
+@pytest.mark.skipif(
+    not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="no two cores to bind threads to"
+)
+def test_the_cores_of_all_bound_threads_count() -> None:
     """As in vLLM, whose OpenMP binds the thread that describes the model. In a process of its own, which it binds."""
-    code = (
-        "import os, threading; from draftbridge.machine import compute_units; wait = threading.Event();"
-        "threading.Thread(target=wait.wait, daemon=True).start(); before = compute_units('cpu', None);"
-        "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); assert compute_units('cpu', None) == before"
-    )
+    code = """
+import os, threading
+from draftbridge.machine import compute_units
+wait, bound, (first, second) = threading.Event(), threading.Event(), sorted(os.sched_getaffinity(0))[:2]
+threading.Thread(target=wait.wait, daemon=True).start()
+os.sched_setaffinity(0, {first})
+assert [one.split("/")[1] for one in compute_units("cpu", None)[0]] == [f"cpu{first}"]
+def bind():
+    os.sched_setaffinity(0, {second})
+    bound.set()
+    wait.wait()
+threading.Thread(target=bind, daemon=True).start()
+bound.wait()
+units, count = compute_units("cpu", None)
+assert {one.split("/")[1] for one in units} == {f"cpu{first}", f"cpu{second}"} and count == 2
+"""
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
