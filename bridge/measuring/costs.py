@@ -45,8 +45,7 @@ class Ewma:
     def observe(self, value: float, fresh: float = _FRESH, limit: float = inf) -> None:
         """Moves the average towards a value whose weight is at least `fresh`.
 
-        A value above `limit` times the average, if that is positive, counts as that: a machine or network that stalls
-        once says little.
+        A value above `limit` times the average, if that is positive, counts as that: one stall shows little.
         """
         self.count += 1
         if self.value > 0:

@@ -129,10 +129,8 @@ class CandidateClient:
 
     def connect(self, timeout: float) -> bool:
         """Starts to connect, and returns whether the bridge has accepted the engine within `timeout` seconds."""
-        if not self._start():
-            return False
         with self._changed:
-            return self._changed.wait_for(lambda: self._open_stream is not None, timeout)
+            return self._start() and self._changed.wait_for(lambda: self._open_stream is not None, timeout)
 
     @property
     def connected(self) -> bool:
@@ -389,14 +387,14 @@ class CandidateClient:
     def _observe_overhead(self, sent: SentStep, now: float, elapsed: float) -> None:
         """Records how long the messages of a step took, besides the bridge's `elapsed` seconds.
 
-        While the engine computes, its threads and this one keep each other waiting. So an answer that came after the
-        deadline says only that the messages took at least what was left of it.
+        While the engine computes, its threads and this one keep each other waiting. So of a late answer only what was
+        left of the deadline counts, as the least that the messages took.
         """
         overhead = min(now, sent.until) - sent.at - elapsed
-        if now > sent.until:
-            overhead = max(overhead, self._overhead_seconds)
-        overhead = min(overhead, _MAX_DELAY_RATIO * max(self._overhead_seconds, _MIN_OVERHEAD_SECONDS))
-        self._overhead_seconds += _FRESH * (overhead - self._overhead_seconds)
+        known = self._overhead_seconds
+        overhead = max(overhead, known) if now > sent.until else overhead
+        overhead = min(overhead, _MAX_DELAY_RATIO * max(known, _MIN_OVERHEAD_SECONDS))
+        self._overhead_seconds += _FRESH * (overhead - known)
 
     def _log_once(self, text: str, kind: str = "", level: int = logging.WARNING) -> None:
         if (kind or text) not in self._logged:

@@ -133,10 +133,7 @@ def measured_pair(pairs: Iterable[bridge_pb2.Pair]) -> bridge_pb2.Pair:
 
 
 def models_of(services: Sequence[bridge_pb2.ServiceState], pair: bridge_pb2.Pair) -> list[model_pb2.Model]:
-    """Returns the target of a pair, the first if it has no name, and the draft, if it has one.
-
-    Two models may have one name, in different roles.
-    """
+    """Returns the target of a pair, the first if it has no name, and the draft, if any. Both may have one name."""
     found = []
     for role, name in ((model_pb2.ROLE_TARGET, pair.target), (model_pb2.ROLE_DRAFT, pair.draft)):
         ones = [one.model for one in services if one.role == role and one.state == one.STATE_AVAILABLE]
@@ -354,7 +351,7 @@ def differences(samples: Sequence[Sample]) -> str:
 
 
 def check_plot(path: Path) -> None:
-    """Raises `InvalidPrompts` if `plot` cannot draw this file."""
+    """Raises `InvalidPrompts` without matplotlib, the extra `plot`, and for other files than PDF, PNG and SVG."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
@@ -364,10 +361,7 @@ def check_plot(path: Path) -> None:
 
 
 def plot(samples: Sequence[Sample], title: str, path: Path) -> None:
-    """Writes a picture (PNG, SVG or PDF) with a bar for each category and way: its speed over that of the target alone.
-
-    Raises `InvalidPrompts` without matplotlib, the extra `plot`, and for a kind of file that it cannot draw.
-    """
+    """Draws a bar for each category and way, its speed over that of the target alone. Raises what `check_plot` does."""
     check_plot(path)
     from matplotlib.figure import Figure
 

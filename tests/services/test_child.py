@@ -60,3 +60,14 @@ def test_a_bound_child_whose_parent_has_ended_does_nothing(environment: dict[str
 def test_long_work_of_models_is_bound() -> None:
     files = [file for part in ("store", "engines") for file in (SERVICES / part).rglob("*.py")]
     assert not [one.name for one in files if "import command" in one.read_text()]
+
+
+def test_a_server_ends_with_its_parent_while_it_chooses_an_engine() -> None:
+    """It may try engines for a minute, or convert a model, before it serves."""
+    code = (
+        "import threading; from services.config import ModelServerConfig; from services.model import server;"
+        "server.choose_engine = lambda *args: threading.Event().wait();"
+        "server.run(ModelServerConfig(model='any'), print, print, until_stdin_closes=True)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], stdin=subprocess.DEVNULL, timeout=120, check=False)
+    assert done.returncode == 0

@@ -2,8 +2,6 @@
 
 import asyncio
 import resource
-import subprocess
-import sys
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,17 +31,6 @@ from tests.support.proxy import Proxy
 from tests.support.waiting import eventually
 
 METHOD = "/draftbridge.test.Service/Stream"
-
-
-def test_a_server_ends_with_its_parent_while_it_chooses_an_engine() -> None:
-    """It may try engines for a minute, or convert a model, before it serves."""
-    code = (
-        "import threading; from services.config import ModelServerConfig; from services.model import server;"
-        "server.choose_engine = lambda *args: threading.Event().wait();"
-        "server.run(ModelServerConfig(model='any'), print, print, until_stdin_closes=True)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], stdin=subprocess.DEVNULL, timeout=120, check=False)
-    assert done.returncode == 0
 
 
 class Streams(grpc.GenericRpcHandler):
